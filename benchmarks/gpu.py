@@ -291,7 +291,7 @@ def model(case: Case, setting: Setting) -> dict[str, Any]:
             pair = {name: one}
             seconds |= alternate(pair, states, batches, setting.repeats)
     ours, theirs = ([x for x, _ in seconds.get(name, ())] for name in ("autopar", "jit"))
-    ratios = [a / b for a, b in zip(ours, theirs, strict=False)]
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)] if theirs else []
     return {
         "planned_bytes": plan.estimates.peak_bytes_per_device,
         "compiled_bytes": total,

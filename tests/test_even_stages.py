@@ -12,6 +12,7 @@ import pytest
 
 import autopar
 from autopar.passes.planner import even_stages
+from autopar.passes.planner.stage_pricing import sizes_of
 
 WIDTH, ROWS = 256, 32
 BATCH = np.random.default_rng(1).normal(size=(2, ROWS, WIDTH)).astype(np.float32)
@@ -40,31 +41,41 @@ def cluster(nodes: int, devices: int) -> autopar.Cluster:
     return dataclasses.replace(local, num_nodes=nodes, devices_per_node=devices, inter_node=slow)
 
 
+def seconds_of(depth: int, width: int, rows: int, **options: Any) -> float:
+    params = depth * [jax.ShapeDtypeStruct((2, width, width), jnp.float32)]
+    batch = 2 * [jax.ShapeDtypeStruct((rows, width), jnp.float32)]
+    return autopar.plan(train_step, params, *batch, **options).estimates.step_seconds
+
+
 @pytest.mark.parametrize(
-    ("depth", "nodes", "devices", "microbatches", "was_slower"),
-    [(1, 2, 4, 4, True), (4, 2, 4, 1, True), (2, 3, 2, 4, False), (4, 4, 1, "auto", False)],
-    ids=["one layer", "one microbatch", "three nodes of two", "any microbatches"],
+    ("sizes", "where", "microbatches"),
+    [
+        ((2, 2048, 256), ("p3.16xlarge", 2, 8), 1),
+        ((2, 512, 256), ("dgx-h100", 3, 2), 4),
+        ((12, 2048, 4096), ("dgx-h100", 8, 1), "auto"),
+    ],
+    ids=["one microbatch", "three nodes of two", "four stages"],
 )
-def test_automatic_stages_are_no_slower_than_two(
+def test_even_stages_may_be_quicker(
     monkeypatch: pytest.MonkeyPatch,
-    depth: int,
-    nodes: int,
-    devices: int,
+    sizes: tuple[int, int, int],
+    where: tuple[str, int, int],
     microbatches: int | str,
-    was_slower: bool,
 ) -> None:
-    params = jax.eval_shape(lambda: init(depth))
-    on: dict[str, Any] = {"cluster": cluster(nodes, devices), "microbatches": microbatches}
+    name, nodes, devices = where
+    on = autopar.Cluster.preset(name, nodes=nodes, devices_per_node=devices)
+    asked: dict[str, Any] = {"cluster": on, "microbatches": microbatches}
+    automatic = seconds_of(*sizes, **asked)
+    assert automatic <= seconds_of(*sizes, stages=2, **asked)
+    monkeypatch.setattr(even_stages, "SMALL_PROGRAM", 0)
+    assert automatic < 0.95 * seconds_of(*sizes, **asked)
 
-    def seconds(stages: int | str) -> float:
-        plan = autopar.plan(train_step, params, *BATCH, stages=stages, **on)
-        return plan.estimates.step_seconds
 
-    automatic = seconds("auto")
-    assert automatic <= min(seconds(1), seconds(2))
-    if was_slower:
-        monkeypatch.setattr(even_stages, "SMALL_PROGRAM", 0)
-        assert automatic < seconds("auto")
+def test_even_stages_have_as_many_microbatches_as_fit() -> None:
+    asked: dict[str, Any] = {"cluster": cluster(2, 1), "memory_limit": 6_200_000}
+    automatic = seconds_of(2, WIDTH, 2048, **asked)
+    assert automatic <= seconds_of(2, WIDTH, 2048, stages=2, **asked)
+    assert automatic < 0.95 * seconds_of(2, WIDTH, 2048, stages=1, **asked)
 
 
 def test_one_layer_in_two_stages_computes_the_same() -> None:
@@ -75,3 +86,10 @@ def test_one_layer_in_two_stages_computes_the_same() -> None:
     made = jax.device_get(step(init(1), *BATCH))
     for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+
+def test_sizes_of_submeshes_that_are_searched() -> None:
+    six = autopar.Cluster.preset("dgx-h100", nodes=6)
+    assert sizes_of(six) == [1, 2, 4, 8, 16, 24, 32, 48]
+    three = autopar.Cluster.preset("dgx-h100", nodes=3, devices_per_node=2)
+    assert sizes_of(three) == [1, 2, 4, 6]

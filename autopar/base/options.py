@@ -93,8 +93,9 @@ class Options:
         dynamic program over layers and submeshes finds quicker.
       schedule: the order of the pipeline's tasks: one of `SCHEDULES`, or a function of (num_meshes,
         num_microbatches) that returns for every mesh its tasks such as ("F", stage, microbatch).
-        "auto": the one with the shortest simulated step that fits. Where stages="auto" finds one
-        mesh quicker, it says nothing.
+        "auto": the one with the shortest simulated step that fits. With stages="auto" a function
+        is called for other numbers of meshes too, and a schedule is not used if one mesh is
+        quicker.
       num_chunks: stages that each mesh holds (for "interleaved_1f1b"); "auto": one.
       remat: what the backward pass of a microbatch computes again instead of keeping it. "none":
         what the program says (`jax.checkpoint` is respected), and in a pipeline what a few
@@ -177,7 +178,7 @@ class Options:
         values.one_of(self.constraints, CONSTRAINTS, "constraints")
         values.one_of(self.reduce_dtype, REDUCE_DTYPES, "reduce_dtype")
         if self.stages == "auto" or self.stages == 1:
-            _check_number(self)
+            _check_pipeline_options(self)
         if self.stages_by_hand and self.num_chunks not in ("auto", 1):
             why = "every autopar.Stage has a mesh of its own."
             raise impossible("num_chunks", self.num_chunks, why, "say how many stages: stages=4.")
@@ -269,14 +270,13 @@ def _runtime(value: Any) -> str | Ray:
     raise impossible("runtime", value, why, did_you_mean(value, ("local", "ray")))
 
 
-def _check_number(options: Options) -> None:
-    """What only several stages can have, and what only a number of them can."""
-    why = "one stage has no pipeline."
+def _check_pipeline_options(options: Options) -> None:
+    """A schedule needs several stages, and chunks a number of them that is said."""
     hint = "say how many stages there are: stages=2."
+    one = "one stage has no pipeline."
     if options.schedule != "auto" and options.stages == 1:
-        raise impossible("schedule", options.schedule, why, hint)
-    if options.stages == "auto":
-        why = 'stages="auto" puts one stage on every mesh.'
+        raise impossible("schedule", options.schedule, one, hint)
+    why = one if options.stages == 1 else 'stages="auto" puts one stage on every mesh.'
     if options.num_chunks not in ("auto", 1):
         raise impossible("num_chunks", options.num_chunks, why, hint)
 

@@ -12,70 +12,88 @@ from dataclasses import replace
 
 from jax.extend.core import Jaxpr
 
-from autopar.base.errors import BatchArgumentError, InexactMicrobatchError, OptionError
+from autopar.base.errors import (
+    BatchArgumentError,
+    InexactMicrobatchError,
+    OptionError,
+    PinError,
+    ScheduleError,
+)
 from autopar.passes.graph.graph import batch_sizes, inner_jaxprs
-from autopar.passes.planner.candidates import PlannedStep
+from autopar.passes.planner.candidates import PlannedStep, quickest
 from autopar.passes.planner.layout_search import LayoutSearch
 from autopar.passes.planner.layouts import asked_layout, largest_count
 from autopar.passes.planner.stages_within import seconds_of_best
 
 SMALL_PROGRAM = 2000  # equations, with those of every trip of a scan
-FIRST = 8  # microbatches, if their number is not asked for
+_REFUSALS = BatchArgumentError, InexactMicrobatchError, OptionError, PinError, ScheduleError
 HOPELESS = 1.2  # times what all else takes: other numbers of microbatches are not tried
+MOST_MISFITS = 8  # stages of which each may need too much memory: with more it is not tried
 
 
 def even_pipelines(search: LayoutSearch) -> list[PlannedStep]:
     """Two stages of about the same FLOPs on submeshes of one size, then four, and so on.
 
-    As long as twice as many take less time than all else; of a small program only.
+    As long as twice as many take less time than all else, or they do not fit; of a small program
+    only. None where the logical mesh is asked for.
     """
     made: list[PlannedStep] = []
     is_small = _equations(search.graph.jaxpr) <= SMALL_PROGRAM
     if not is_small or search.options.logical_mesh is not None:
         return made
-    best, stages, asked = search.best_seconds, 2, search.options.microbatches
-    count = largest_count(batch_sizes(search.graph), FIRST) if asked == "auto" else int(asked)
+    best, stages, count = search.best_seconds, 2, None
     while search.cluster.num_devices % stages == 0:
         found = _planned(search, stages, count)
-        is_hopeful = bool(found) and seconds_of_best(found) <= HOPELESS * best
-        if asked == "auto" and stages == 2 and is_hopeful:
-            found += _around(search, stages, found)
+        fitting = quickest(found)
         made += found
-        if seconds_of_best(found) >= best:
-            break
-        best, stages = seconds_of_best(found), 2 * stages
-        if asked == "auto":
-            quickest = min(found, key=lambda step: step.step_seconds)
-            count = largest_count(batch_sizes(search.graph), 2 * quickest.split.num_microbatches)
+        if fitting is None:
+            if not found or stages >= MOST_MISFITS:
+                break
+        else:
+            if stages == 2 and fitting.step_seconds <= HOPELESS * best:
+                made += _around(search, fitting)
+            fitting = quickest(made)
+            assert fitting is not None
+            if fitting.step_seconds >= best:
+                break
+            best, count = fitting.step_seconds, 2 * fitting.split.num_microbatches
+        stages *= 2
     return made
 
 
-def _around(search: LayoutSearch, stages: int, made: list[PlannedStep]) -> list[PlannedStep]:
-    """With more microbatches than were planned, or else with fewer, as long as that is quicker."""
-    first, sizes = made[0].split.num_microbatches, batch_sizes(search.graph)
-    others: list[PlannedStep] = []
+def _around(search: LayoutSearch, first: PlannedStep) -> list[PlannedStep]:
+    """As many stages with more microbatches, or else with fewer, as long as that is quicker."""
+    made: list[PlannedStep] = []
+    if search.options.microbatches != "auto":
+        return made
+    sizes, stages = batch_sizes(search.graph), first.schedule.num_meshes
     for more in (True, False):
-        best, count, last = seconds_of_best(made), first, 0
-        while count != last:
-            last = count
-            count = largest_count(sizes, 2 * count) if more else max(count // 2, 2)
-            found = _planned(search, stages, count) if count != last else []
-            others += found
+        best, count = first.step_seconds, first.split.num_microbatches
+        while True:
+            count = 2 * count if more else count // 2
+            if count < 2 or largest_count(sizes, count) != count:
+                break
+            found = _planned(search, stages, count)
+            made += found
             if seconds_of_best(found) >= best:
                 break
             best = seconds_of_best(found)
-        if best < seconds_of_best(made):
+        if best < first.step_seconds:
             break
-    return others
+    return made
 
 
-def _planned(search: LayoutSearch, stages: int, count: int) -> list[PlannedStep]:
-    options = replace(search.options, stages=stages, microbatches=count)
+def _planned(search: LayoutSearch, stages: int, count: int | None = None) -> list[PlannedStep]:
+    """With about so many microbatches; None, or where a number is asked for: as if asked for."""
+    options = replace(search.options, stages=stages)
+    if count is not None and options.microbatches == "auto":
+        count = largest_count(batch_sizes(search.graph), count)
+        options = replace(options, microbatches=count)
     asked = replace(search, options=options)
     try:
         return asked.candidates(asked_layout(options, search.cluster), optional=True)[0]
-    except (OptionError, BatchArgumentError, InexactMicrobatchError):
-        return []  # it has fewer layers, say
+    except _REFUSALS:
+        return []  # it has fewer layers, say, or a schedule is not for so many meshes
 
 
 def _equations(jaxpr: Jaxpr) -> int:

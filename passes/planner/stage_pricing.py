@@ -113,7 +113,7 @@ def price_stages(
 
     crossed = min(filter(None, finer.crossing), default=0)
     free, passed = list[int](), 0
-    for size, may_fit in _hopeful_first(_sizes(cluster)[:-1], is_hopeful):
+    for size, may_fit in _hopeful_first(sizes_of(cluster)[:-1], is_hopeful):
         if not may_fit and math.isfinite(best):
             break  # something fits elsewhere
         known = max((x for x in priced if priced[x]), default=None)
@@ -177,8 +177,8 @@ def _schedules(options: Options) -> tuple[str, ...]:
     return ("eager_1f1b",) if options.schedule == "eager_1f1b" else ("1f1b",)
 
 
-def _sizes(cluster: Cluster) -> list[int]:
-    """Powers of two within a node, and whole nodes: powers of two, and what divides them."""
+def sizes_of(cluster: Cluster) -> list[int]:
+    """Powers of two within a node, and whole nodes: powers of two, and numbers that divide all."""
     inside = {2**i for i in range(cluster.devices_per_node.bit_length())}
     nodes = {2**i for i in range(1, cluster.num_nodes.bit_length())}
     nodes |= {n for n in range(2, cluster.num_nodes) if cluster.num_nodes % n == 0}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import ELEMENTWISE
@@ -104,9 +106,13 @@ def _peak(
     results: Collection[ShardedValue],
 ) -> tuple[int, Alive]:
     moments = _Moments(block, mesh, rules, kept, apart=apart)
-    copies = boundary_copies(moments.block, mesh, moments.held) if rules.copies_in else []
-    copies += kept_zeros(moments.block, mesh, moments.held) if rules.expands_windows else []
-    size, there = moments.worst(copies)
+    more: dict[str, list[HeapBuffer]] = {}
+    if rules.copies_in:
+        more["copies in another order"] = boundary_copies(moments.block, mesh, moments.held)
+    if rules.expands_windows:
+        zeros = kept_zeros(moments.block, mesh, moments.held)
+        more["kept for the gradient of a pooling"] = zeros
+    size, there = moments.worst(more)
     if results:
         left = beside_results(moments.buffers, moments.later(results))
         size, moments.buffers = live_bytes(in_order(left)), left
@@ -115,14 +121,6 @@ def _peak(
         if lost > 0:
             return size + lost, {**there, "between buffers": lost}
     return size, there
-
-
-def _copied_for(rules: CompilerRules) -> str:
-    return (
-        "zeros for the gradient of a pooling"
-        if rules.expands_windows
-        else "copies in another order"
-    )
 
 
 class _Moments:
@@ -203,7 +201,10 @@ class _Moments:
         """Whether an instruction is a kernel's last: it writes a buffer."""
         return not writes(instruction) or any(map(self.held.is_held, writes(instruction)))
 
-    def worst(self, copies: Collection[HeapBuffer] = ()) -> tuple[int, Alive]:
+    def worst(
+        self, more: Mapping[str, Sequence[HeapBuffer]] = MappingProxyType({})
+    ) -> tuple[int, Alive]:
+        """Bytes at the worst moment and what is there, with `more` buffers than those of values."""
         freed: dict[int, list[ShardedValue]] = defaultdict(list)
         for value, time in self.last.items():
             freed[time].append(value)
@@ -213,7 +214,7 @@ class _Moments:
         filled = self._filled_early()
         total = sum(alive.values())
         best, there = total, dict(alive)
-        buffers = self.buffers = [*copies]
+        buffers = self.buffers = [*itertools.chain(*more.values())]
         self.since = since
         for time, instruction in enumerate(self.block.instructions):
             dying = [v for v in freed[time] if v in alive]
@@ -224,7 +225,10 @@ class _Moments:
             results = [v for v in writes(instruction) if self._is_new(v, alive)]
             inside, beside, held_inside = self._inside(instruction)
             buffers += (x.between(time, time + 1) for x in held_inside)
-            copied = sum(x.bytes for x in copies if x.first <= time <= x.last)
+            here = {
+                what: sum(x.bytes for x in found if x.first <= time <= x.last)
+                for what, found in more.items()
+            }
             if isinstance(instruction, Loop):
                 read = {v for v in self.read(instruction) if self.last[v] > time} & self.turned
                 again = sum(map(self.size, read))
@@ -238,9 +242,10 @@ class _Moments:
                 alive[value] = self.size(value)
                 since[value] = time if taken is None else since.get(taken, 0)
                 total += alive[value]
-            if total + inside + copied > best:
-                best, there = total + inside + copied, {**alive, **beside}
-                there.update({_copied_for(self.rules): copied} if copied else {})
+            needed = total + inside + sum(here.values())
+            if needed > best:
+                best, there = needed, {**alive, **beside}
+                there.update({what: size for what, size in here.items() if size})
             done = time + DURING if isinstance(instruction, (Loop, Branch)) else time
             for value in freed[time]:
                 if value in alive and since.get(value, 0) >= 0:

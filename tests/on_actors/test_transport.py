@@ -14,7 +14,7 @@ import pytest
 
 from autopar.runtime.ray.actor.actor_arrays import KEYS, Missing, Store
 from autopar.runtime.ray.transport import pickling, sourced
-from autopar.runtime.ray.transport.chunks import CHUNK_BYTES
+from autopar.runtime.ray.transport.chunks import CHUNK_BYTES, LARGE_MESSAGE_BYTES
 from autopar.runtime.ray.transport.group import is_of_group
 from autopar.runtime.ray.transport.sockets import Sockets, TransportError
 
@@ -52,6 +52,14 @@ def test_a_large_message_in_parts(ends: tuple[Sockets, Sockets]) -> None:
     np.testing.assert_array_equal(right.receive(0, 1, 1, 30), np.concatenate(parts))
     left.wait(ticket, 30)
     assert left.sent_bytes == 5 << 20
+
+
+def test_a_message_of_large_chunks(ends: tuple[Sockets, Sockets]) -> None:
+    left, right = ends
+    numbers = np.random.default_rng(0)
+    parts = [numbers.integers(0, 256, size, np.uint8) for size in (3, LARGE_MESSAGE_BYTES, 5)]
+    left.send(1, 1, 1, LARGE_MESSAGE_BYTES + 8, lambda: parts)
+    np.testing.assert_array_equal(right.receive(0, 1, 1, 30), np.concatenate(parts))
 
 
 @pytest.mark.parametrize("lanes", [1, 3])

@@ -26,8 +26,8 @@ from autopar.runtime.ray.transport.pinned import PIECE_BYTES, bytes_of, has_pinn
 from autopar.runtime.ray.transport.routes import Box, Move, Tile, slices
 
 AHEAD = 8
-"""Pieces that are copied to the host while an earlier one is sent, of 8 MB each: with so many no
-copy waits until a lane has taken the one before."""
+"""Pieces that are copied to the host while an earlier one is sent, of 8 MB each: of a message of 64
+MB no copy waits for a lane."""
 
 Until = Callable[[int], None]
 """Waits until so many bytes of a part are there."""
