@@ -60,11 +60,11 @@ KERNEL_TILES = {
     9: KernelTiles(128, 256, 64, 8, 3, 8, 0.75),
 }
 """By the major compute capability; of shared memory they take 64 and 144 KiB, where blocks have 99
-at least (those of an A10 or L4) and 227. Those for 9 are among the quickest of thirteen that one H100
-tried: with bands of 8 they multiply at 0.74 to 0.84 of the rate of cuBLAS, with bands of 1 at 0.63
-to 0.78. Those for 8 are assumed, and their rate: tiles that Triton's tutorial of matrix products
-tries, which are about as quick as cuBLAS on an A100. `benchmarks/gpu.py --rows "grouped products"`
-measures them.
+at least (those of an A10 or L4) and 227. Those for 9 are among the quickest of thirteen that were
+tried on one H100: with bands of 8 they multiply at 0.74 to 0.84 of the rate of cuBLAS, with bands
+of 1 at 0.63 to 0.78. Those for 8 are assumed, and their rate: tiles that Triton's tutorial of
+matrix products tries, which are about as quick as cuBLAS on an A100. `benchmarks/gpu.py --rows
+"grouped products"` measures them.
 """
 
 
