@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.base.errors import MemoryLimitError
 from autopar.passes.planner import even_stages
 from autopar.passes.planner.stage_pricing import sizes_of
 
@@ -69,6 +70,18 @@ def test_even_stages_may_be_quicker(
     assert automatic <= seconds_of(*sizes, stages=2, **asked)
     monkeypatch.setattr(even_stages, "SMALL_PROGRAM", 0)
     assert automatic < 0.95 * seconds_of(*sizes, **asked)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 13])
+def test_batches_that_microbatches_hardly_divide(rows: int) -> None:
+    on = {"cluster": cluster(2, 4)}
+    assert seconds_of(2, WIDTH, rows, **on) <= seconds_of(2, WIDTH, rows, stages=1, **on)
+
+
+def test_what_fits_nowhere_is_not_tried_in_even_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(even_stages, "_planned", lambda *asked: pytest.fail("tried"))
+    with pytest.raises(MemoryLimitError):
+        seconds_of(2, WIDTH, 32, cluster=cluster(2, 4), memory_limit=1000)
 
 
 def test_even_stages_have_as_many_microbatches_as_fit() -> None:

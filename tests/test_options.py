@@ -129,6 +129,8 @@ def test_one_stage_has_no_schedule() -> None:
     with pytest.raises(OptionError, match="one stage has no pipeline"):
         Options(stages=1, schedule="1f1b")
     assert Options(schedule="1f1b").stages == "auto"
+    with pytest.raises(OptionError, match="one stage on every mesh"):
+        Options(schedule="interleaved_1f1b")
 
 
 def test_a_misspelt_schedule_gets_the_closest() -> None:

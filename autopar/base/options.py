@@ -277,6 +277,8 @@ def _check_pipeline_options(options: Options) -> None:
     if options.schedule != "auto" and options.stages == 1:
         raise impossible("schedule", options.schedule, one, hint)
     why = one if options.stages == 1 else 'stages="auto" puts one stage on every mesh.'
+    if options.schedule == "interleaved_1f1b":
+        raise impossible("schedule", options.schedule, why, "say stages=2, num_chunks=2.")
     if options.num_chunks not in ("auto", 1):
         raise impossible("num_chunks", options.num_chunks, why, hint)
 

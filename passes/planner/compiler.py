@@ -188,7 +188,8 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
         pipelines = search.automatic_pipelines()
         if cluster.num_nodes > 1:
             known = min(search.best_seconds, seconds_of_best(pipelines))
-            pipelines += even_pipelines(replace(search, best_seconds=known))
+            tried = [*search.known.misfits, *pipelines]
+            pipelines += even_pipelines(replace(search, best_seconds=known), tried)
     if first is None:
         known = min(search.best_seconds, seconds_of_best(pipelines))
         search = replace(search, best_seconds=known)
