@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -52,6 +53,8 @@ from autopar.passes.sharding.turned_gathers import copied_for_loops
 
 SPARE_BYTES = 5 << 29
 """If fewer would be left of a device's memory, XLA:TPU saves (`compiler_rules`)."""
+
+INDEX_BYTES = 4  # of where a maximum was found, along each dimension
 
 DURING = 0.999
 """Until when after its beginning a loop or a branch runs."""
@@ -106,12 +109,9 @@ def _peak(
     results: Collection[ShardedValue],
 ) -> tuple[int, Alive]:
     moments = _Moments(block, mesh, rules, kept, apart=apart)
-    more: dict[str, list[HeapBuffer]] = {}
+    more = moments.for_poolings()
     if rules.copies_in:
         more["copies in another order"] = boundary_copies(moments.block, mesh, moments.held)
-    if rules.expands_windows:
-        zeros = kept_zeros(moments.block, mesh, moments.held)
-        more["kept for the gradient of a pooling"] = zeros
     size, there = moments.worst(more)
     if results:
         left = beside_results(moments.buffers, moments.later(results))
@@ -256,6 +256,12 @@ class _Moments:
         buffers += [HeapBuffer(size, first, end) for first, size in left if first >= 0]
         return best, there
 
+    def for_poolings(self) -> dict[str, list[HeapBuffer]]:
+        """What the compiler keeps for their gradients beside values."""
+        if not self.rules.expands_windows:
+            return {}
+        return {"for the gradient of a pooling": kept_zeros(self.block, self.mesh, self.held)}
+
     def later(self, results: Iterable[ShardedValue]) -> list[HeapBuffer]:
         """What these take, from when they are made; once the worst moment was found."""
         end = len(self.block.instructions)
@@ -346,6 +352,9 @@ class _Moments:
         if is_filter_gradient(eqn):
             size = sum(map(self.size, instruction.results))
             return size, "the gradient of a filter in cuDNN's order"
+        if eqn.primitive.name == "select_and_scatter_add" and self.rules.expands_windows:
+            source = self.size.shape(instruction.operands[0])
+            return math.prod(source) * len(source) * INDEX_BYTES, "places of a pooling's maxima"
         if eqn.primitive.name in GROUPED:
             values = *instruction.operands[:2], *instruction.results
             tiling = tiling_of(eqn, self.rules.grouped, [*map(self.size.shape, values)])
@@ -379,7 +388,7 @@ class _Moments:
             parts = [(body, body.inputs, (), {*body.inputs}) for body in instruction.blocks]
         for body, kept, slices, entered in parts:
             moments = _Moments(body, self.mesh, rules, kept, slices)
-            size, alive = moments.worst()
+            size, alive = moments.worst(moments.for_poolings())
             size -= sum(map(self.size, entered))
             if size > worst:
                 worst, there = size, {v: x for v, x in alive.items() if v not in entered}
