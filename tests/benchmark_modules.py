@@ -15,6 +15,7 @@ try:
     import compilers
     import contest
     import gpu
+    import gpu_setting
     import lattices
     import paper_cases
     import pipedream
@@ -34,6 +35,7 @@ __all__ = [
     "deepseek",
     "evaluate",
     "gpu",
+    "gpu_setting",
     "is_allowed",
     "lattices",
     "moe",

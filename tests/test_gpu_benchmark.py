@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark_modules import gpu
+from benchmark_modules import gpu, gpu_setting
 from rich.console import Console
 
 
 def setting(folder: Path) -> Any:
-    return gpu.Setting(tiny=True, repeats=1, cluster_file=folder / "cluster.toml")
+    return gpu_setting.Setting(tiny=True, repeats=1, cluster_file=folder / "cluster.toml")
 
 
 def shown(rows: list[dict[str, Any]]) -> str:
