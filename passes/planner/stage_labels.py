@@ -28,11 +28,14 @@ def _labelled(stage: StageGraph, known: BatchDims, kinds: LoopKinds) -> StageGra
     inner = {outer: v for v, outer in entering if not isinstance(outer, Literal)}
 
     def labelled(var: Var, label: Input, leaf: int | None) -> Input:
-        if leaf is not None or var not in inner:
+        if leaf is not None:
             return label
-        dims, loops = known.get(inner[var], frozenset()), kinds.of(inner[var])
-        label = replace(label, loops=("", *loops) if any(loops) else ())
-        return replace(label, batch_axis=min(dims) + 1) if dims else label
+        value = inner.get(var, var)
+        # What enters the loop as it is has no dimension for the microbatches.
+        stacked = len(var.aval.shape) - len(value.aval.shape)
+        dims, loops = known.get(value, frozenset()), kinds.of(value)
+        label = replace(label, loops=("",) * stacked + loops if any(loops) else ())
+        return replace(label, batch_axis=min(dims) + stacked) if dims else label
 
     inputs = tuple(map(labelled, stage.graph.jaxpr.invars, stage.graph.inputs, stage.inputs))
     graph = replace(stage.graph, inputs=inputs)

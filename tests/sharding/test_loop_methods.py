@@ -268,3 +268,27 @@ def test_a_fused_projection_that_cannot_be_cut_is_told(order: str, told: str | N
         plan()
     (text,) = (str(warning.message) for warning in caught)
     assert told in text and "test_loop_methods.py:" in text
+
+
+def test_a_tied_vocabulary_is_cut_on_its_other_stage_too() -> None:
+    """What the last stage receives of the first one's weights is a weight there."""
+
+    def loss(p: Weights, x: Any) -> Any:
+        tokens, targets = x[..., :-1], x[..., 1:]
+        hidden = p["table"][tokens]
+        for one in p["blocks"]:
+            hidden = block(one, hidden, 8)
+        logits = hidden @ p["table"].T
+        picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return (jax.nn.logsumexp(logits, axis=-1) - picked).mean()
+
+    width, vocabulary = 512, 4096
+    weights = {"table": shaped(vocabulary, width), "blocks": [block_shapes(width)] * 2}
+    x = jax.ShapeDtypeStruct((32, 129), jnp.int32)
+    plan = autopar.plan(
+        descent(loss), weights, x, cluster=H100, method="megatron", logical_mesh=(1, 4), stages=[1],
+        microbatches=4, memory_limit=10**12,
+    )  # fmt: skip
+    last = plan.stages[-1]
+    whole = vocabulary * width * 4
+    assert not [c for c in last.collectives if c.kind == "all-gather" and c.bytes >= whole]
