@@ -13,19 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from autopar.passes.graph.jumps import is_jump
-from autopar.passes.graph.primitives import CHEAP, ROOTS, TRANSCENDENTAL
 from autopar.passes.pieces.wiring import has_effect
+from autopar.passes.recompute.cheapest_cut import KEPT, PRICES, cheapest_cut
 from autopar.passes.sharding.scopes import itemsize
 from autopar.passes.sharding.spmd_program import Compute, Instruction, ShardedValue, reads, writes
-from autopar.passes.slicing.mincut import source_side
-
-# Prices are for one element, in eighths of a byte that is moved; they are estimates. Moving a byte
-# takes some ten vector operations. What is kept is moved twice.
-_KEPT = 2 * 8
-# On a CPU core a tanh takes longer than keeping it; a GPU would gain by computing it again.
-_GROUPS = ((CHEAP, 1), (ROOTS, 2 * 8), (TRANSCENDENTAL, 10 * 8))
-_PRICES = {name: price for names, price in _GROUPS for name in names}
-_SOURCE, _SINK = 0, 1
 
 
 def computed_again(
@@ -45,48 +36,25 @@ def computed_again(
       changing: versions that are no longer what they were when F ran.
     """
     maker = {v: number for number, x in enumerate(forward) for v in writes(x)}
-    nodes: dict[object, int] = {}
-    arcs: list[tuple[int, int, int | None]] = []  # without a capacity, it cannot be cut
 
-    def node(what: object) -> int:
-        return nodes.setdefault(what, len(nodes) + 2)
-
-    def price_of(x: Instruction) -> int | None:
+    def price_of(number: int) -> int | None:
         """What running an instruction again costs; None, if it must not or should not be."""
+        x = forward[number]
         if not isinstance(x, Compute) or x.once or has_effect(x) or is_jump(x.eqn):
             return None
-        price = _PRICES.get(x.eqn.primitive.name)
+        price = PRICES.get(x.eqn.primitive.name)
         if price is None or any(v in changing for v in reads(x)):
             return None
         return price * sum(size(v) // itemsize(v.atom.aval) for v in writes(x))
 
-    stack = [v for v in maker if v in wanted and v not in held]
-    arcs += [(node(("kept", v)), _SINK, None) for v in stack]
-    seen, priced = set[ShardedValue](), set[int]()
-    while stack:
-        v = stack.pop()
-        if v in seen:
-            continue
-        seen.add(v)
-        made, number = node(("made", v)), maker.get(v)
-        arcs.append((made, node(("kept", v)), _KEPT * size(v)))
-        price = None if number is None else price_of(forward[number])
-        if number is None or price is None:
-            arcs.append((_SOURCE, made, _KEPT * size(v) + 1))  # it is never cheaper to cut here
-            continue
-        arcs.append((node(number), made, None))
-        if number not in priced:
-            priced.add(number)
-            arcs.append((_SOURCE, node(number), price))
-            operands = [v for v in reads(forward[number]) if v not in held]
-            arcs += [(node(("kept", v)), node(number), None) for v in operands]
-            stack += operands
-    if not priced:
-        return []
-    infinite = 1 + sum(capacity or 0 for _, _, capacity in arcs)
-    bounded = [(tail, head, infinite if cap is None else cap) for tail, head, cap in arcs]
-    kept = set(source_side(bounded, _SOURCE, _SINK).tolist())
-    return [forward[number] for number in sorted(priced) if node(number) not in kept]
+    again, _ = cheapest_cut(
+        [v for v in maker if v in wanted and v not in held],
+        maker.get,
+        lambda number: [v for v in reads(forward[number]) if v not in held],
+        lambda v: KEPT * size(v),
+        price_of,
+    )
+    return [forward[number] for number in sorted(again)]
 
 
 def before_readers(again: Sequence[Instruction], task: Sequence[Instruction]) -> list[Instruction]:

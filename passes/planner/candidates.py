@@ -224,6 +224,13 @@ def _plan_one(
     return [*map(assembled, planned)]
 
 
+def on_one_mesh(planned: PlannedStage, cluster: Cluster, limit: int) -> PlannedStep:
+    """The step that one planned mesh runs."""
+    split = planned.split
+    stages = one_stage(split.step, split.rules)
+    return assemble(split, stages, (planned,), ONE_STAGE, cluster, limit, (False,))
+
+
 def _schedules(options: Options) -> tuple[str | Callable[..., Any], ...]:
     if options.schedule not in ("auto", None):
         return (options.schedule,)

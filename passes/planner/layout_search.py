@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -18,8 +19,9 @@ from autopar.passes import microbatch
 from autopar.passes.graph.graph import Graph, batch_sizes
 from autopar.passes.graph.microbatched import in_phases
 from autopar.passes.planner.asked_loops import with_asked_loops
+from autopar.passes.planner.automatic_stages import AutomaticStages
 from autopar.passes.planner.candidates import Keep, PlannedStep, Report, plan_layout
-from autopar.passes.planner.known_costs import KnownCosts, PricedStages
+from autopar.passes.planner.known_costs import KnownCosts
 from autopar.passes.planner.layer_units import units_of
 from autopar.passes.planner.layouts import (
     ExpectedSeconds,
@@ -29,7 +31,7 @@ from autopar.passes.planner.layouts import (
 )
 from autopar.passes.planner.least_memory import LeastMemory, state_on_devices, too_few
 from autopar.passes.planner.mesh_choice import SearchSoFar
-from autopar.passes.planner.more_microbatches import counts_of_stages, too_small, worth_trying
+from autopar.passes.planner.more_microbatches import too_small
 from autopar.passes.planner.one_mesh import (
     MAY_MEET,
     OneMeshBound,
@@ -40,6 +42,7 @@ from autopar.passes.planner.one_mesh import (
     working_within,
     worth_pricing,
 )
+from autopar.passes.planner.quicker_again import QuickerAgain
 from autopar.passes.planner.recomputed_steps import recomputed_step
 from autopar.passes.planner.rewritings import (
     AS_WRITTEN,
@@ -49,14 +52,8 @@ from autopar.passes.planner.rewritings import (
     rewritten_steps,
 )
 from autopar.passes.planner.split_step import SplitStep
-from autopar.passes.planner.stage_pricing import price_stages
 from autopar.passes.planner.stage_shardings import memory_limit_of
-from autopar.passes.planner.stages_within import (
-    WORTH_PLANNING,
-    StagesPlanner,
-    pipelines_within,
-    seconds_of_best,
-)
+from autopar.passes.planner.stages_within import seconds_of_best
 from autopar.passes.planner.unit_costs import UnitCosts
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
@@ -64,8 +61,8 @@ from autopar.passes.sharding.host_leaves import may_leave
 from autopar.passes.sharding.restrict import check_batch
 from autopar.plans.plan import Plan
 
+HARDLY_MORE = 1.02  # times what all takes that is kept: fewer computations again are not looked for
 LONG_PROGRAM = 4000  # equations; what is found out of its layers first saves planning it whole
-REALIZED = 1.03  # times what is promised, what a planned step takes without that being a surprise
 
 
 @dataclass(frozen=True)
@@ -204,11 +201,15 @@ class LayoutSearch:
         def planned(split: SplitStep, others: SearchSoFar) -> list[PlannedStep]:
             return plan_layout(split, layout, options, cluster, self.report, self.keep, others)
 
+        again = self.computing_again(made) if whole else None
         so_far, last = SearchSoFar(self.best_seconds, only=self.only), None
         possible = list(microbatch_counts(self.graph, options, layout))
         meshes = logical_meshes(options, cluster, self.graph, of_stage=False) if whole else ()
         counts = [count for count in possible if count >= at_least]
         passed = self.too_few(counts) if bounded and not layout.is_pipeline else []
+        if again is not None and not made:
+            fewer = [count for count in possible if count < counts[len(passed)]]
+            again.look_at(passed if self.is_long else fewer, self.only or meshes)
         for count in counts[len(passed) :]:
             if at_most is not None and count > at_most:
                 break
@@ -219,6 +220,8 @@ class LayoutSearch:
                     small = too_small(made, count, self._limit, options, cluster)
                     is_last = count == counts[-1] and math.isinf(self.best_seconds)
                     if small.issuperset(meshes) and not is_last:
+                        if again is not None:
+                            again.look_at([count], self.only or meshes)
                         continue
                     so_far = so_far._replace(too_small=small)
                 split = self.split(count, layout.is_pipeline)
@@ -242,13 +245,28 @@ class LayoutSearch:
             more = count != counts[-1] and not split.later_loops
             told = self.known.on_one_mesh(count, self._limit) if whole and self.is_long else {}
             told |= {"expected": expected} if count == at_least else {}
+            if again is not None and not split.later_loops:
+                told |= {"seconds": again.seconds, "again": partial(again.instead_of, count)}
+            before = seconds_of_best(made)
             made += planned(split, so_far._replace(**told, more_microbatches=more))
             if split.later_loops:
                 made += planned(self.split(count, keeps=True), so_far)
             last = split if more else None
-            if any(candidate.fits for candidate in made) or self.are_slower(made):
+            fitting = [candidate for candidate in made if candidate.fits]
+            keeps = any(candidate.split.recomputation is None for candidate in fitting)
+            best = seconds_of_best(made)
+            is_worse = before < math.inf and best >= before
+            if keeps or is_worse or self.are_slower(made, best / HARDLY_MORE):
                 break
         return made, ""
+
+    def computing_again(self, made: list[PlannedStep]) -> QuickerAgain | None:
+        """What looks for plans on one mesh that compute values again; None where none may."""
+        options, cluster = self.options, self.cluster
+        if options.remat not in ("auto", "override") or self.rewriting.expert_blocks:
+            return None
+        asked = options, cluster, self.report, self.keep, made, self.best_seconds
+        return QuickerAgain(self.graph, self.split, *asked)
 
     def bound_on_one_mesh(self, layout: StageLayout) -> OneMeshBound | None:
         """With how many microbatches one mesh may be quicker than what fits elsewhere, if at all.
@@ -295,13 +313,14 @@ class LayoutSearch:
     def _limit(self) -> int:
         return memory_limit_of(self.options, self.cluster)
 
-    def are_slower(self, candidates: Sequence[PlannedStep]) -> bool:
+    def are_slower(self, candidates: Sequence[PlannedStep], than: float = math.inf) -> bool:
         """Whether these, on one mesh, take longer than what fits elsewhere with any memory.
 
-        More microbatches or values that are computed again would only take longer still.
+        More microbatches would only take longer still. What computes again is not one of these.
         """
-        least = [c.planned[0].least_seconds for c in candidates if not c.is_pipeline]
-        return bool(least) and min(least) > self.best_seconds
+        kept = (c for c in candidates if not c.is_pipeline and c.split.recomputation is None)
+        least = [c.planned[0].least_seconds for c in kept]
+        return bool(least) and min(least) > min(self.best_seconds, than)
 
     def too_few(self, counts: Sequence[int]) -> list[int]:
         """The first of these numbers of microbatches with which no plan for one mesh can fit."""
@@ -319,82 +338,8 @@ class LayoutSearch:
 
         Infinite where no stages are found.
         """
-        found = self._first_stages(self._stage_counts())
-        return math.inf if found is None else found.promise
-
-    def _stage_counts(self) -> Sequence[int]:
-        """The microbatches of automatic stages in the order in which they are tried.
-
-        Those that are asked, else about four for each node, fewer, and more.
-        """
-        asked, sizes = self.options.microbatches, batch_sizes(self.graph)
-        if self.options.logical_mesh is not None or not sizes:
-            return []
-        if asked != "auto":
-            return [int(asked)]
-        return counts_of_stages(sizes, self.cluster.num_nodes, is_long=self.is_long)
-
-    def _first_stages(self, counts: Sequence[int]) -> PricedStages | None:
-        """The stages with the first of some numbers of microbatches into which the batch divides.
-
-        None where there is no such number, or the program cannot be cut.
-        """
-        for count in itertools.takewhile(lambda count: count >= 2, counts):
-            if any(count > other for other in self.known.inexact):
-                continue
-            if count not in self.known.stages:
-                try:
-                    split = self.split(count, is_pipeline=True)
-                except (InexactMicrobatchError, BatchArgumentError):
-                    self.known.inexact.append(count - 1)
-                    continue
-                search = price_stages(split, self.options, self.cluster, self.report)
-                if search is None:
-                    return None
-                first = search.within(self._limit)
-                self.known.stages[count] = PricedStages(split, search, first)
-            return self.known.stages[count]
-        return None
-
-    def _planner(self, split: SplitStep) -> StagesPlanner:
-        """What plans stages of a split step."""
-        more = self.options, self.cluster, self.report, self.keep
-
-        def plan(layout: StageLayout, *, must_fit: bool) -> list[PlannedStep]:
-            return plan_layout(split, layout, *more, must_fit=must_fit)
-
-        return StagesPlanner(plan, self.is_long)
+        return AutomaticStages(self).promise()
 
     def automatic_pipelines(self) -> list[PlannedStep]:
-        """Pipelines whose stages the dynamic program chooses; none where one mesh is best.
-
-        With more microbatches where nothing fits, or where less of a bubble pays. Numbers of them
-        are priced before stages are planned, and what promises most is planned first: then the
-        others need not be, mostly.
-        """
-        counts, last = self._stage_counts(), None
-        made, waiting, tried = list[PlannedStep](), list[PricedStages](), set[int]()
-        promised = self.best_seconds
-        while True:
-            if last is not None:
-                left = [count for count in self._stage_counts() if count not in tried]
-                hoped = min([promised, *(each.promise for each in waiting)])
-                counts = worth_trying(last.search, left, self._limit, hoped)
-            found = self._first_stages(counts)
-            if found is not None:
-                last = found
-                tried.add(found.split.num_microbatches)
-                waiting.append(found)
-                continue
-            best = min(self.best_seconds, seconds_of_best(made) / REALIZED)
-            waiting = [x for x in waiting if x.promise * WORTH_PLANNING < best]
-            if not waiting:
-                return made
-            first = min(waiting, key=lambda each: each.promise)
-            waiting.remove(first)
-            assert first.first is not None
-            asked = first.search, first.first, self._limit, self._planner(first.split)
-            planned = pipelines_within(*asked, must_fit=best < math.inf)
-            made += planned
-            if any(candidate.fits for candidate in planned):
-                promised = min(promised, first.promise)
+        """Pipelines whose stages the dynamic program chooses; none where one mesh is best."""
+        return AutomaticStages(self).pipelines()

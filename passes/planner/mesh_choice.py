@@ -40,7 +40,9 @@ class SearchSoFar(NamedTuple):
     Whether `more_microbatches` can be tried after these, and what a step is `expected` to take on
     some of the meshes; the `only` meshes that are worth planning, if not all are, and those that
     are `too_small`, if there are others. The bytes that layers `need` of a device at the least tell
-    which meshes cannot fit where another one does not.
+    which meshes cannot fit where another one does not. `again` is asked once, with the quickest
+    plan that keeps all and does not fit: it may find one that computes values again, and says what
+    the quickest step takes that fits.
     """
 
     seconds: float = math.inf
@@ -49,6 +51,7 @@ class SearchSoFar(NamedTuple):
     only: tuple[tuple[int, ...], ...] = ()
     too_small: frozenset[tuple[int, ...]] = frozenset()
     need: Mapping[tuple[int, ...], int] = MappingProxyType({})
+    again: Callable[[PlannedStage], float] = lambda planned: math.inf
 
 
 NOTHING_SO_FAR = SearchSoFar()
@@ -276,7 +279,7 @@ def plan_meshes(
     limit = memory_limit_of(options, cluster)
     searches, found = dict[int, MeshSearch](), dict[int, PlannedStage]()
     smaller = dict[int, list[PlannedStage]]()  # chosen for their bytes
-    failed, left = 0, [*range(len(meshes))]
+    failed, left, again = 0, [*range(len(meshes))], None
 
     def least(i: int) -> float:
         """What is known of the seconds on a mesh before it is planned (within the limit)."""
@@ -311,8 +314,10 @@ def plan_meshes(
 
     while left:
         i = min(left, key=least)
-        fitting = (_whole_seconds(x, cluster) for x in found.values() if x.fits)
-        if found and least(i) > min(fitting, default=others.seconds):
+        if i in found and again is None:
+            again = others.again(found[i])
+        fitting = [_whole_seconds(x, cluster) for x in found.values() if x.fits]
+        if found and least(i) > min(again or math.inf, *(fitting or [others.seconds])):
             break
         if i not in found:
             of = f", {len(found) + 1} of {len(meshes)}" if len(meshes) > 1 else ""

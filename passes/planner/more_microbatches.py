@@ -79,7 +79,8 @@ def too_small(
     With half of the rows a device holds no less than half of what it holds beside the state.
     """
     found = dict[tuple[int, ...], bool]()
-    for step in made:  # what is known of a mesh last is of the most microbatches
+    kept = (step for step in made if step.split.recomputation is None)
+    for step in kept:  # what is known of a mesh last is of the most microbatches
         state = state_on_devices(step.split.graph, options, cluster) / cluster.num_devices
         rows = step.split.num_microbatches / count
         needed = state + rows * (max(step.peak_bytes) - state)

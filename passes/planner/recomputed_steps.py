@@ -17,6 +17,7 @@ from autopar.passes.recompute.run_again import recomputed
 from autopar.passes.recompute.without_loop import without_loop
 from autopar.passes.sharding.compiler_rules import SAME_BUFFER, rules_of
 from autopar.passes.sharding.pricing import Pricing
+from autopar.passes.slicing.anatomy import bytes_of
 
 
 def recomputed_step(
@@ -110,6 +111,16 @@ class RecomputedSteps:
         """Of a microbatch on all devices, with the step that keeps least."""
         return self.values.family[-1].saved_bytes if self.values.family else 0
 
+    @property
+    def wanted_bytes(self) -> int:
+        """Of a microbatch on all devices, what the backward pass reads inside of layers."""
+        return sum(bytes_of(var) for wanted in self.values.wanted.values() for var in wanted)
+
+    @property
+    def crossing_bytes(self) -> int:
+        """Of a microbatch on all devices, what passes from layer to layer, and is always kept."""
+        return sum(map(bytes_of, self.values.crossing))
+
     def __len__(self) -> int:
         return len(self.values.family)
 
@@ -129,14 +140,19 @@ class RecomputedSteps:
             step = without_loop(step)
         eqns = self.values.parts.body.eqns
         counts, seconds = Counter[str](), defaultdict[str, float](float)
-        for _, number in sorted(kept.again):
-            name = eqns[number].primitive.name
-            counts[name] += 1
-            seconds[name] += self.values.seconds_of(eqns[number])
+        runs = [(eqns[number], 1) for _, number in sorted(kept.again)]
+        pairs = [(self.values.pairs[number][1], cut) for number, cut in kept.scans]
+        runs += [(eqn, pair.length) for pair, cut in pairs for eqn in pair.equations(cut)]
+        for eqn, times in runs:
+            name = eqn.primitive.name
+            counts[name] += times
+            seconds[name] += times * self.values.seconds_of(eqn)
+        layers = len({layer for layer, _ in kept.again})
+        layers += sum(pair.length for pair, cut in pairs if cut.again)
         again = Recomputation(
             price=kept.price,
             operations=tuple(sorted(counts.items(), key=lambda item: (-seconds[item[0]], *item))),
-            layers=len({layer for layer, _ in kept.again}),
+            layers=layers,
             saved_bytes=kept.saved_bytes,
             seconds=kept.seconds * loop.num_microbatches / self.num_devices,
             hosted=len(kept.hosted),

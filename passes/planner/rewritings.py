@@ -22,6 +22,7 @@ from autopar.passes.planner.layouts import asked_layout, logical_meshes, submesh
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.override import without_checkpoints
+from autopar.passes.recompute.scan_stacks import with_lean_stacks
 from autopar.passes.sharding.compiler_rules import rules_of
 
 
@@ -62,6 +63,8 @@ def planned_graphs(graph: Graph, options: Options, cluster: Cluster) -> tuple[Gr
     """
     if options.remat == "override":
         graph = without_checkpoints(graph)
+    if options.remat != "none":
+        graph = with_lean_stacks(graph)
     made = by_example(graph)
     kept = [made]
     if made.jaxpr is not graph.jaxpr:

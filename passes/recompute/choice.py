@@ -27,9 +27,10 @@ from autopar.passes.graph.jumps import is_jump
 from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.recompute.cheapest_cut import cheapest_cut
+from autopar.passes.recompute.scan_stacks import ScanPair, StackCut, scan_pairs
 from autopar.passes.slicing.anatomy import Anatomy, bytes_of, dissect
 from autopar.passes.slicing.layering import layers_of
-from autopar.passes.slicing.mincut import source_side
 
 Seconds = Callable[[JaxprEqn], float]
 
@@ -42,7 +43,6 @@ HOST_SHARES = (
     1.0,
 )  # of the layers whose kept values may wait in the hosts' memory
 SMALL_SHARE = 1000  # smaller than the largest value over this: it stays on the devices
-_LARGEST = 2**60
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class KeptChoice:
       hosted_bytes: of a microbatch.
       host_share: the share of the layers, the first ones, whose kept values these are.
       every_layer: the last one too, or all that its backward pass reads is kept.
+      scans: what backward scans compute again in each iteration, by the number of the forward scan.
     """
 
     price: float
@@ -70,6 +71,7 @@ class KeptChoice:
     hosted_bytes: int = 0
     host_share: float = 0.0
     every_layer: bool = True
+    scans: tuple[tuple[int, StackCut], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -169,11 +171,11 @@ class KeptValues:
     def family(self) -> tuple[KeptChoice, ...]:
         """The different choices, from the one that saves least to the one that keeps least."""
         lowest, highest = self._prices()
-        found: dict[frozenset[Var], KeptChoice] = {}
+        found: dict[object, KeptChoice] = {}
         for price in np.geomspace(lowest, highest, _PRICES_TRIED) if highest else ():
             kept = self.at(float(price), every_layer=not self.at_once)
-            if kept.again:
-                found.setdefault(kept.values, kept)
+            if kept.again or any(cut.again for _, cut in kept.scans):
+                found.setdefault((kept.values, kept.scans), kept)
         family = sorted(found.values(), key=lambda kept: kept.saved_bytes)
         if self.host_price:
             prices = dict.fromkeys((self.host_price, *(kept.price for kept in family[-1:])))
@@ -186,9 +188,9 @@ class KeptValues:
         """The best choice at a price, whose kept values are in the hosts' memory.
 
         Those of so large a share of the layers, the first ones. What the last layer's backward
-        pass reads, which comes at once, is kept as it is.
+        pass reads, which comes at once, is kept as it is, and all that scans stack.
         """
-        kept = self.at(price, every_layer=False)
+        kept = self.at(price, every_layer=False, scans=False)
         *layers, _ = sorted({*self.layer_of.values()})
         hosted = {
             var
@@ -222,8 +224,8 @@ class KeptValues:
         eqns = self.parts.body.eqns
         return max((bytes_of(v) for i in self.layer_of for v in eqns[i].outvars), default=0)
 
-    def at(self, price: float, *, every_layer: bool = True) -> KeptChoice:
-        """The best choice at a price, of every layer or of all but the last."""
+    def at(self, price: float, *, every_layer: bool = True, scans: bool = True) -> KeptChoice:
+        """The best choice at a price, of every layer or of all but the last; in `scans` as well."""
         again: set[tuple[int, int]] = set()
         values: set[Var] = set()
         last = max(self.layer_of.values(), default=-1)
@@ -233,14 +235,41 @@ class KeptValues:
             again.update((layer, number) for number in numbers)
             values |= kept
         read = {var for wanted in chosen.values() for var in wanted}
+        saved = sum(map(bytes_of, read)) - sum(map(bytes_of, values))
+        seconds = sum(self.seconds_of(self.parts.body.eqns[number]) for _, number in again)
+        cuts = []
+        for number, (_, pair) in self.pairs.items() if scans else ():
+            cut = self._scan_cut(pair, price)
+            cuts.append((number, cut))
+            saved += pair.saved_bytes(cut)
+            seconds += pair.length * sum(map(self.seconds_of, pair.equations(cut)))
+            values -= pair.stacks.keys()
         return KeptChoice(
             price,
             frozenset(again),
             frozenset(values),
-            sum(map(bytes_of, read)) - sum(map(bytes_of, values)),
-            sum(self.seconds_of(self.parts.body.eqns[number]) for _, number in again),
+            saved,
+            seconds,
             every_layer=every_layer,
+            scans=tuple(cuts),
         )
+
+    @cached_property
+    def pairs(self) -> Mapping[int, tuple[int, ScanPair]]:
+        """Forward scans by their numbers, each with the backward scan that reads what it stacks."""
+        body = self.parts.body
+        found = scan_pairs(body.eqns, set(variables(body.outvars)), set(body.invars))
+        return {n: (m, pair) for n, m, pair in found if n not in self.late and m in self.late}
+
+    def _scan_cut(self, pair: ScanPair, price: float) -> StackCut:
+        """What a backward scan computes again at a price."""
+        eqns = pair.first.body.eqns
+
+        def keeping(var: Var, number: int | None) -> int:
+            writing = 0.0 if number is None else self.write_seconds_of(eqns[number])
+            return 1 + round((price + writing) * bytes_of(var) * _UNITS)
+
+        return pair.cut(keeping, lambda eqn: 1 + round(self.seconds_of(eqn) * _UNITS))
 
     def is_given(self, layer: int, var: Var) -> bool:
         """Whether a value is there when the layer's backward pass begins, whatever is kept."""
@@ -252,10 +281,11 @@ class KeptValues:
         number = self.maker[var]
         if number not in self.layer_of:
             return True
-        return var not in self._crossing
+        return var not in self.crossing
 
     @cached_property
-    def _crossing(self) -> frozenset[Var]:
+    def crossing(self) -> frozenset[Var]:
+        """What one layer makes and another one reads."""
         eqns, layers = self.parts.body.eqns, self.layer_of
         return frozenset(
             var
@@ -276,8 +306,13 @@ class KeptValues:
         """Prices between which the choices lie."""
         eqns = self.parts.body.eqns
         numbers = {number for number in self.layer_of if self.may_run_again(number)}
-        seconds = [s for number in numbers if (s := self.seconds_of(eqns[number])) > 0]
+        inner = [pair.first.body for _, pair in self.pairs.values()]
+        may = [eqns[n] for n in numbers] + [
+            eqn for body in inner for eqn in body.eqns if eqn.primitive.name not in CONTROL_FLOW
+        ]
+        seconds = [s for eqn in may if (s := self.seconds_of(eqn)) > 0]
         sizes = [bytes_of(var) for values in self.wanted.values() for var in values]
+        sizes += [bytes_of(var) for _, pair in self.pairs.values() for var in pair.wanted]
         sizes = [size for size in sizes if size]
         if not seconds or not sizes:
             return 0.0, 0.0
@@ -286,44 +321,18 @@ class KeptValues:
     def _cut(self, layer: int, wanted: Iterable[Var], price: float) -> tuple[set[int], set[Var]]:
         """Equations that run again for a layer, and its values that are kept."""
         eqns = self.parts.body.eqns
-        nodes: dict[object, int] = {}
-        arcs: list[tuple[int, int, int | None]] = []  # without a capacity, it cannot be cut
-        source, sink = 0, 1
 
-        def node(what: object) -> int:
-            return nodes.setdefault(what, len(nodes) + 2)
+        def operands(number: int) -> list[Var]:
+            read = (v for v in variables(eqns[number].invars) if v in self.maker)
+            return [v for v in read if not self.is_given(layer, v)]
 
-        stack = [var for var in wanted if not self.is_given(layer, var)]
-        wanted = list(stack)
-        arcs += [(node(("kept", var)), sink, None) for var in wanted]
-        seen, priced = set[Var](), set[int]()
-        while stack:
-            var = stack.pop()
-            if var in seen:
-                continue
-            seen.add(var)
-            made, number = node(("made", var)), self.maker[var]
-            each = price + self.write_seconds_of(eqns[number])
-            keeping = min(1 + round(each * bytes_of(var) * _UNITS), _LARGEST >> 12)
-            arcs.append((made, node(("kept", var)), keeping))
-            if not self.may_run_again(number):
-                arcs.append((source, made, None))
-                continue
-            arcs.append((node(number), made, None))
-            if number not in priced:
-                priced.add(number)
-                again = min(1 + round(self.seconds_of(eqns[number]) * _UNITS), _LARGEST >> 12)
-                arcs.append((source, node(number), again))
-                operands = [v for v in variables(eqns[number].invars) if v in self.maker]
-                operands = [v for v in operands if not self.is_given(layer, v)]
-                arcs += [(node(("kept", v)), node(number), None) for v in operands]
-                stack += operands
-        if not priced:
-            return set(), set(wanted)
-        infinite = min(1 + sum(capacity or 0 for *_, capacity in arcs), _LARGEST)
-        bounded = [(tail, head, infinite if cap is None else cap) for tail, head, cap in arcs]
-        before = set(source_side(bounded, source, sink).tolist())
-        numbers = {number for number in priced if node(number) not in before}
-        return numbers, {var for var in seen if node(("made", var)) in before} & {
-            var for var in seen if node(("kept", var)) not in before
-        }
+        def keeping(var: Var) -> int:
+            each = price + self.write_seconds_of(eqns[self.maker[var]])
+            return 1 + round(each * bytes_of(var) * _UNITS)
+
+        def again(number: int) -> int | None:
+            may = self.may_run_again(number)
+            return 1 + round(self.seconds_of(eqns[number]) * _UNITS) if may else None
+
+        read = [var for var in wanted if not self.is_given(layer, var)]
+        return cheapest_cut(read, self.maker.get, operands, keeping, again)

@@ -39,7 +39,10 @@ class _Rewriting:
 
     def __init__(self, values: KeptValues, kept: KeptChoice) -> None:
         self.values, self.kept = values, kept
-        self.eqns = values.parts.body.eqns
+        self.eqns = list(values.parts.body.eqns)
+        for number, cut in kept.scans:
+            reader, pair = values.pairs[number]
+            self.eqns[number], self.eqns[reader] = pair.rewritten(cut)
         self.late = values.late
         self.home = {var: layer for layer, wanted in values.wanted.items() for var in wanted}
         self.rerun = {layer for layer, _ in kept.again}

@@ -1,0 +1,167 @@
+"""The search for pipelines of chosen stages: with which microbatches, and what is planned."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from autopar.base.cluster import Cluster
+from autopar.base.errors import BatchArgumentError, InexactMicrobatchError
+from autopar.base.options import Options
+from autopar.passes.graph.graph import Graph, batch_sizes
+from autopar.passes.planner.candidates import Keep, PlannedStep, Report, plan_layout
+from autopar.passes.planner.known_costs import KnownCosts, PricedStages
+from autopar.passes.planner.layouts import StageLayout
+from autopar.passes.planner.more_microbatches import counts_of_stages, worth_trying
+from autopar.passes.planner.split_step import SplitStep
+from autopar.passes.planner.stage_pricing import price_stages
+from autopar.passes.planner.stage_shardings import memory_limit_of
+from autopar.passes.planner.stages_within import (
+    WORTH_PLANNING,
+    StagesPlanner,
+    pipelines_within,
+    seconds_of_best,
+)
+
+REALIZED = 1.03  # times what is promised, what a planned step takes without that being a surprise
+
+
+class SplitsSteps(Protocol):
+    """A step for which plans are searched (`autopar.passes.planner.layout_search`)."""
+
+    @property
+    def graph(self) -> Graph:
+        """The traced step."""
+
+    @property
+    def options(self) -> Options:
+        """What the user asked for."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """The devices."""
+
+    @property
+    def report(self) -> Report:
+        """Takes a line of progress."""
+
+    @property
+    def keep(self) -> Keep:
+        """Takes candidates as they are found."""
+
+    @property
+    def known(self) -> KnownCosts:
+        """What is known of its costs."""
+
+    @property
+    def best_seconds(self) -> float:
+        """What a step takes that fits elsewhere."""
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the program has so many layers that these are planned first."""
+
+    def split(self, count: int, is_pipeline: bool = False) -> SplitStep:
+        """The step in so many microbatches."""
+
+
+@dataclass(frozen=True)
+class AutomaticStages:
+    """The search for stages of a step."""
+
+    search: SplitsSteps
+
+    @property
+    def limit(self) -> int:
+        """Bytes that a device may hold."""
+        return memory_limit_of(self.search.options, self.search.cluster)
+
+    def promise(self) -> float:
+        """What the search for stages expects of a step, with the microbatches that it begins with.
+
+        Infinite where no stages are found.
+        """
+        found = self._first_stages(self._stage_counts())
+        return math.inf if found is None else found.promise
+
+    def _stage_counts(self) -> Sequence[int]:
+        """The microbatches of automatic stages in the order in which they are tried.
+
+        Those that are asked, else about four for each node, fewer, and more.
+        """
+        asked, sizes = self.search.options.microbatches, batch_sizes(self.search.graph)
+        if self.search.options.logical_mesh is not None or not sizes:
+            return []
+        if asked != "auto":
+            return [int(asked)]
+        return counts_of_stages(sizes, self.search.cluster.num_nodes, is_long=self.search.is_long)
+
+    def _first_stages(self, counts: Sequence[int]) -> PricedStages | None:
+        """The stages with the first of some numbers of microbatches into which the batch divides.
+
+        None where there is no such number, or the program cannot be cut.
+        """
+        for count in itertools.takewhile(lambda count: count >= 2, counts):
+            if any(count > other for other in self.search.known.inexact):
+                continue
+            if count not in self.search.known.stages:
+                try:
+                    split = self.search.split(count, is_pipeline=True)
+                except (InexactMicrobatchError, BatchArgumentError):
+                    self.search.known.inexact.append(count - 1)
+                    continue
+                search = price_stages(
+                    split, self.search.options, self.search.cluster, self.search.report
+                )
+                if search is None:
+                    return None
+                first = search.within(self.limit)
+                self.search.known.stages[count] = PricedStages(split, search, first)
+            return self.search.known.stages[count]
+        return None
+
+    def _planner(self, split: SplitStep) -> StagesPlanner:
+        """What plans stages of a split step."""
+        more = self.search.options, self.search.cluster, self.search.report, self.search.keep
+
+        def plan(layout: StageLayout, *, must_fit: bool) -> list[PlannedStep]:
+            return plan_layout(split, layout, *more, must_fit=must_fit)
+
+        return StagesPlanner(plan, self.search.is_long)
+
+    def pipelines(self) -> list[PlannedStep]:
+        """Pipelines whose stages the dynamic program chooses; none where one mesh is best.
+
+        With more microbatches where nothing fits, or where less of a bubble pays. Numbers of them
+        are priced before stages are planned, and what promises most is planned first: then the
+        others need not be, mostly.
+        """
+        counts, last = self._stage_counts(), None
+        made, waiting, tried = list[PlannedStep](), list[PricedStages](), set[int]()
+        promised = self.search.best_seconds
+        while True:
+            if last is not None:
+                left = [count for count in self._stage_counts() if count not in tried]
+                hoped = min([promised, *(each.promise for each in waiting)])
+                counts = worth_trying(last.search, left, self.limit, hoped)
+            found = self._first_stages(counts)
+            if found is not None:
+                last = found
+                tried.add(found.split.num_microbatches)
+                waiting.append(found)
+                continue
+            best = min(self.search.best_seconds, seconds_of_best(made) / REALIZED)
+            waiting = [x for x in waiting if x.promise * WORTH_PLANNING < best]
+            if not waiting:
+                return made
+            first = min(waiting, key=lambda each: each.promise)
+            waiting.remove(first)
+            assert first.first is not None
+            asked = first.search, first.first, self.limit, self._planner(first.split)
+            planned = pipelines_within(*asked, must_fit=best < math.inf)
+            made += planned
+            if any(candidate.fits for candidate in planned):
+                promised = min(promised, first.promise)

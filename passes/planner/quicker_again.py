@@ -1,0 +1,160 @@
+"""Steps on one mesh that compute values again where that is quicker than what else fits.
+
+What does not fit with everything kept may fit with more microbatches, with other shardings, or by
+computing again, and which of these is quickest depends on the model. So before a step is solved
+within the memory or divided further, the choices of `passes/recompute/choice.py` are tried on the
+best of its meshes: what they need at the peak is nearly linear in what they save, so few of them
+are planned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.base.cluster import Cluster
+from autopar.base.errors import BatchArgumentError, InexactMicrobatchError, OptionError
+from autopar.base.options import Options
+from autopar.passes.graph.graph import Graph
+from autopar.passes.planner.candidates import PlannedStep, on_one_mesh
+from autopar.passes.planner.layouts import submesh
+from autopar.passes.planner.least_memory import state_on_devices
+from autopar.passes.planner.planned_stage import PlannedStage
+from autopar.passes.planner.recomputed_steps import RecomputedSteps
+from autopar.passes.planner.split_step import SplitStep
+from autopar.passes.planner.stage_shardings import MeshSearch, memory_limit_of
+from autopar.passes.planner.stages_within import seconds_of_best
+from autopar.passes.sharding.restrict import check_batch
+
+TRIES = 3  # plans between the choice that keeps least and all
+MAY_BE_QUICKER = 1.05  # times what fits: what computes again writes less, and may still be quicker
+
+
+@dataclass(frozen=True)
+class QuickerAgain:
+    """Looks for plans on one mesh that compute again, and puts what fits to what was `made`.
+
+    Args:
+      graph: the traced step.
+      split: it in a number of microbatches, with one loop where a second argument is true.
+      best_seconds: of what fits elsewhere.
+      keep: takes what fits, as it is found.
+    """
+
+    graph: Graph
+    split: Callable[[int, bool], SplitStep]
+    options: Options
+    cluster: Cluster
+    report: Callable[[str], None]
+    keep: Callable[[list[PlannedStep]], None]
+    made: list[PlannedStep]
+    best_seconds: float = math.inf
+    steps: dict[int, RecomputedSteps | None] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Of the quickest step that fits so far."""
+        return min(self.best_seconds, seconds_of_best(self.made))
+
+    def instead_of(self, count: int, free: PlannedStage) -> float:
+        """Looks for what is quicker with so many microbatches than all else that is known.
+
+        Args:
+          count: of microbatches.
+          free: the quickest plan that keeps all, which does not fit.
+
+        Returns:
+          The seconds of the quickest step that fits so far, by computing again or elsewhere.
+        """
+        if free.least_seconds <= MAY_BE_QUICKER * self.seconds:
+            self.look(count, free.mesh, free)
+        return self.seconds
+
+    def look_at(self, counts: Sequence[int], meshes: Sequence[tuple[int, ...]]) -> None:
+        """Looks with numbers of microbatches with which nothing fits that keeps all.
+
+        Args:
+          counts: ascending; where more of them take longer, the rest is passed over.
+          meshes: logical shapes, the first of which is taken with which the batch divides.
+        """
+        for count in counts:
+            before = self.seconds
+            for mesh in meshes:
+                with contextlib.suppress(BatchArgumentError):
+                    check_batch(self.graph, self.options.method, mesh, count)
+                    self.look(count, mesh)
+                    break
+            if before < math.inf and self.seconds >= before:
+                break
+
+    def look(self, count: int, mesh: tuple[int, ...], free: PlannedStage | None = None) -> None:
+        """Looks on a logical mesh; `free` is the plan that keeps all, where it is known."""
+        limit = memory_limit_of(self.options, self.cluster)
+        steps = self._steps(count)
+        part = submesh(self.cluster, math.prod(mesh))
+        if steps is None or self._least_bytes(steps) > limit * part.num_devices:
+            return
+        missing = part.num_devices * (free.peak.bytes - limit) if free else 0
+        if steps.wanted_bytes < missing or not len(steps):
+            return
+        self.report(f"computing values again in {count} microbatches, {len(steps)} choices")
+        known: dict[int, PlannedStage] = {}
+
+        def planned(place: int) -> PlannedStage:
+            if place not in known:
+                search = MeshSearch.of(steps[place], mesh, self.options, part, None, None)
+                known[place] = search.free()
+            return known[place]
+
+        sizes = [choice.saved_bytes for choice in steps.values.family]
+        low, high = -1, len(sizes) - 1
+        if not planned(high).fits:
+            return
+        for _ in range(TRIES):
+            if high - low < 2:
+                break
+            beyond = planned(high).peak.bytes
+            before = known[low] if low >= 0 else free
+            start = sizes[low] if low >= 0 else 0
+            if before is None:
+                each = 1 / part.num_devices
+            else:
+                each = max(before.peak.bytes - beyond, 1) / max(sizes[high] - start, 1)
+            enough = sizes[high] - (limit - beyond) / each
+            place = min(max(bisect_left(sizes, enough), low + 1), high)
+            if place == high:
+                break
+            low, high = (low, place) if planned(place).fits else (place, high)
+        best = min((x for x in known.values() if x.fits), key=lambda x: x.step_seconds)
+        if best.step_seconds < self.seconds:
+            found = on_one_mesh(_noted(best, free), self.cluster, limit)
+            self.keep([found])
+            self.made.append(found)
+
+    def _steps(self, count: int) -> RecomputedSteps | None:
+        """The choices; None where the step has no one loop over so many microbatches."""
+        if count not in self.steps:
+            try:
+                split = self.split(count, True)
+                self.steps[count] = RecomputedSteps.of(split, self.cluster)
+            except (InexactMicrobatchError, BatchArgumentError, OptionError):
+                self.steps[count] = None
+        return self.steps[count]
+
+    def _least_bytes(self, steps: RecomputedSteps) -> int:
+        """What all devices hold at the least: the state, and what crosses between layers."""
+        state = state_on_devices(self.graph, self.options, self.cluster)
+        return state + steps.crossing_bytes
+
+
+def _noted(planned: PlannedStage, free: PlannedStage | None) -> PlannedStage:
+    """A plan that computes again, with what that adds to the one that keeps all."""
+    again = planned.split.recomputation
+    assert again is not None
+    if free is None:
+        return planned
+    again = replace(again, seconds=max(planned.step_seconds - free.step_seconds, 0.0))
+    return replace(planned, split=replace(planned.split, recomputation=again), unlimited=free)

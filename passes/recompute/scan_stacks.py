@@ -1,0 +1,366 @@
+"""What a scan stacks for the backward scan that reads it, and what that computes again instead.
+
+The backward pass of `lax.scan` is another scan, and JAX has the first one stack every value that a
+derivative reads. Of loops, no compiler takes anything out of a stack: all of it is written, kept
+until the backward scan, and read. So what to stack is the cheapest cut of the forward scan's body
+(`cheapest_cut`), and the backward scan computes the rest in the iteration that reads it, from its
+slices of the stacks, of what the forward scan has slices of, and of what an iteration began with,
+which is stacked where that is cheaper. `jax.checkpoint` in a scan makes the same two scans, with
+all but what an iteration begins with computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+
+from autopar.arrays.typed_keys import is_key
+from autopar.passes.graph import jax_compat
+from autopar.passes.graph.barriers import is_barrier
+from autopar.passes.graph.graph import (
+    Atom,
+    Graph,
+    made_from,
+    makers_of,
+    read_atom,
+    readers_of,
+    variables,
+    with_jaxpr,
+)
+from autopar.passes.graph.jumps import is_jump, is_real
+from autopar.passes.graph.microbatched import Carried, LoopPhase, scan_like, stacked
+from autopar.passes.graph.primitives import CONTROL_FLOW
+from autopar.passes.graph.scans import ScanParts
+from autopar.passes.recompute.cheapest_cut import KEPT, LARGEST_PRICE, PRICES, cheapest_cut
+from autopar.passes.slicing.anatomy import bytes_of
+
+
+@dataclass(frozen=True)
+class StackCut:
+    """What runs again in a backward scan, and what the forward scan stacks for it.
+
+    Args:
+      again: numbers of the forward body's equations.
+      kept: the forward body's values.
+    """
+
+    again: frozenset[int]
+    kept: frozenset[Var]
+
+
+@dataclass(frozen=True)
+class ScanPair:
+    """A scan, and another one that alone reads some of its stacks.
+
+    Args:
+      forward: the scan that stacks.
+      backward: the scan that reads.
+      alone: those stacks, outside of the scans.
+      given: what is there when the backward scan begins, whatever it reads.
+    """
+
+    forward: JaxprEqn
+    backward: JaxprEqn
+    alone: frozenset[Var]
+    given: Collection[Var]
+
+    @cached_property
+    def first(self) -> LoopPhase:
+        """The parts of the scan that stacks."""
+        return LoopPhase(self.forward)
+
+    @cached_property
+    def second(self) -> LoopPhase:
+        """The parts of the scan that reads."""
+        return LoopPhase(self.backward)
+
+    @property
+    def length(self) -> int:
+        """Iterations of both."""
+        return int(self.forward.params["length"])
+
+    @cached_property
+    def maker(self) -> dict[Var, int]:
+        """The forward body's equation that makes a value."""
+        return makers_of(self.first.body.eqns)
+
+    @cached_property
+    def stacks(self) -> dict[Var, Var]:
+        """The stacks, outside, that may be left out, with what the forward body stacks there."""
+        made = {*self.maker, *(item.carry for item in self.first.accumulators)}
+        pairs = ((outer, atom) for atom, outer in self.first.stacks if outer in self.alone)
+        return {outer: atom for outer, atom in pairs if isinstance(atom, Var) and atom in made}
+
+    @cached_property
+    def wanted(self) -> tuple[Var, ...]:
+        """What the forward body stacks there."""
+        return tuple(dict.fromkeys(self.stacks.values()))
+
+    def saved_bytes(self, cut: StackCut) -> int:
+        """What is stacked less with a cut than without."""
+        kept = (var for var in cut.kept if var not in self.first.consts)
+        before, after = (sum(map(bytes_of, values)) for values in (self.wanted, kept))
+        return self.length * (before - after)
+
+    def equations(self, cut: StackCut) -> list[JaxprEqn]:
+        """What runs again in every iteration."""
+        return [self.first.body.eqns[number] for number in sorted(cut.again)]
+
+    @cached_property
+    def outside(self) -> dict[Var, Atom]:
+        """Of the forward body's constants and slices, the values outside."""
+        return {**self.first.consts, **self.first.slices}
+
+    @cached_property
+    def read_as(self) -> dict[Atom, Var]:
+        """What the backward body calls a value outside, or a slice of it."""
+        pairs = (*self.second.consts.items(), *self.second.slices.items())
+        return {outer: inner for inner, outer in pairs if isinstance(outer, Var)}
+
+    @cached_property
+    def at_hand(self) -> dict[Var, Atom]:
+        """The forward body's values that the backward body may read, with those outside."""
+        found = {
+            inner: outer
+            for inner, outer in self.outside.items()
+            if isinstance(outer, Literal) or outer in self.given or outer in self.read_as
+        }
+        others = (pair for pair in self.first.stacks if pair[1] not in self.stacks)
+        found |= {x: outer for x, outer in others if isinstance(x, Var) and outer in self.read_as}
+        return found
+
+    @cached_property
+    def _drawn(self) -> frozenset[Var]:
+        """The forward body's values that follow from keys, integers and numbers, as masks do."""
+        body, numbers = self.first.body, {v for v in self.first.consts if v.aval.size == 1}
+        found = {var for var in body.invars if var in numbers or not is_real(var)}
+        for eqn in body.eqns:
+            if found.issuperset(variables(eqn.invars)) and not eqn.effects:
+                found.update(eqn.outvars)
+        return frozenset(found)
+
+    def cut(
+        self, keeping: Callable[[Var, int | None], int], again: Callable[[JaxprEqn], int | None]
+    ) -> StackCut:
+        """The cheapest choice.
+
+        Args:
+          keeping: the price of a value of the forward body, made by the equation of a number or,
+            as what an iteration begins with, by none.
+          again: the price of running an equation again; None: it may not.
+        """
+        eqns, there = self.first.body.eqns, self.at_hand
+
+        def price(number: int) -> int | None:
+            eqn = eqns[number]
+            jumps = is_jump(eqn) and not self._drawn.issuperset(variables(eqn.invars))
+            fixed = eqn.effects or is_barrier(eqn) or jumps
+            return None if fixed or eqn.primitive.name in CONTROL_FLOW else again(eqn)
+
+        def kept(var: Var) -> int:
+            """The price; a constant is there for all iterations at once."""
+            stacked_key = is_key(var.aval.dtype) and var not in self.outside
+            if stacked_key:
+                return LARGEST_PRICE
+            price = keeping(var, self.maker.get(var))
+            return max(price // self.length, 1) if var in self.first.consts else price
+
+        numbers, values = cheapest_cut(
+            [var for var in self.wanted if var not in there],
+            self.maker.get,
+            lambda number: [v for v in variables(eqns[number].invars) if v not in there],
+            kept,
+            price,
+        )
+        return StackCut(frozenset(numbers), frozenset(values))
+
+    def rewritten(self, cut: StackCut) -> tuple[JaxprEqn, JaxprEqn]:
+        """Both scans with what is chosen."""
+        loop, kept = self.first, dict[Var, Var]()
+        for outer, var in self.stacks.items():
+            if var in cut.kept:
+                kept.setdefault(var, outer)
+        for var in (*(item.carry for item in loop.accumulators), *self.maker):
+            if var in cut.kept:
+                kept.setdefault(var, stacked(var, self.length))
+        others = [(atom, outer) for atom, outer in loop.stacks if outer not in self.stacks]
+        stacks = [*others, *kept.items()]
+        results = [*(item.result for item in loop.accumulators), *(atom for atom, _ in stacks)]
+        alive = made_from(loop.body.eqns, results)
+        eqns = [eqn for n, eqn in enumerate(loop.body.eqns) if n in alive or eqn.effects]
+        read = {*variables(results), *(v for eqn in eqns for v in variables(eqn.invars))}
+        consts, slices = (
+            [pair for pair in pairs.items() if pair[0] in read]
+            for pairs in (loop.consts, loop.slices)
+        )
+        forward = scan_like(self.forward, consts, loop.accumulators, slices, stacks, eqns)
+        return forward, _Reading(self, cut, kept).scan()
+
+
+class _Reading:
+    """The backward scan, with what runs again just before what reads it.
+
+    Args:
+      pair: both scans.
+      cut: what runs again.
+      kept: the forward body's values that are stacked, with the stacks.
+    """
+
+    def __init__(self, pair: ScanPair, cut: StackCut, kept: Mapping[Var, Var]):
+        self.pair, self.cut, self.kept = pair, cut, kept
+        self.consts = [*pair.second.consts.items()]
+        slices = pair.second.slices.items()
+        gone = {outer for outer, var in pair.stacks.items() if kept.get(var) is not outer}
+        self.slices = [(inner, outer) for inner, outer in slices if outer not in gone]
+        self.source = {
+            inner: pair.stacks[outer]
+            for inner, outer in slices
+            if isinstance(outer, Var) and outer in gone
+        }
+        self.known: dict[Var, Atom] = {}  # the forward body's values, as the backward body has them
+        self.out: list[JaxprEqn] = []
+
+    def scan(self) -> JaxprEqn:
+        """The scan."""
+        loop = self.pair.second
+        for eqn in loop.body.eqns:
+            eqn = eqn.replace(invars=[self.read(atom) for atom in eqn.invars])
+            self.out.append(eqn)
+        carries = [
+            Carried(item.carry, item.start, self.read(item.result), item.total)
+            for item in loop.accumulators
+        ]
+        stacks = [(self.read(atom), outer) for atom, outer in loop.stacks]
+        args = self.consts, carries, self.slices, stacks, self.out
+        return scan_like(self.pair.backward, *args)
+
+    def read(self, atom: Atom) -> Atom:
+        """What stands for a value of the backward body; of what is gone, what is made again."""
+        if isinstance(atom, Literal) or atom not in self.source:
+            return atom
+        return self.again(self.source[atom])
+
+    def again(self, wanted: Var) -> Atom:
+        """A value of the forward body, made of what is there."""
+        eqns, stack = self.pair.first.body.eqns, [(wanted, False)]
+        while stack:
+            var, ready = stack.pop()
+            if var in self.known:
+                continue
+            number = self.pair.maker.get(var, -1)
+            if var in self.kept or number not in self.cut.again:
+                self.known[var] = self.there(var)
+                continue
+            eqn = eqns[number]
+            if not ready:
+                stack.append((var, True))
+                stack += [(v, False) for v in variables(eqn.invars)]
+                continue
+            made = [
+                v if isinstance(v, DropVar) else jax_compat.new_var(v.aval) for v in eqn.outvars
+            ]
+            operands = [read_atom(self.known, atom) for atom in eqn.invars]
+            self.out.append(eqn.replace(invars=operands, outvars=made))
+            self.known.update(zip(eqn.outvars, made, strict=True))
+        return self.known[wanted]
+
+    def there(self, var: Var) -> Atom:
+        """A value of the forward body that does not run again."""
+        pair = self.pair
+        outer = self.kept.get(var) or pair.at_hand.get(var, pair.outside.get(var))
+        assert outer is not None, f"{var} is neither stacked nor given"
+        if isinstance(outer, Literal):
+            return outer
+        if outer in pair.read_as and outer not in pair.stacks:
+            return pair.read_as[outer]
+        for inner, other in self.slices:
+            if other is outer:
+                return inner
+        inner = jax_compat.new_var(var.aval)
+        (self.consts if var in pair.first.consts else self.slices).append((inner, outer))
+        return inner
+
+
+def scan_pairs(
+    eqns: Sequence[JaxprEqn], results: Collection[Atom], given: Collection[Var]
+) -> Iterator[tuple[int, int, ScanPair]]:
+    """Scans of which another scan alone reads stacks, both with their numbers.
+
+    Args:
+      eqns: of one scope, in order.
+      results: what leaves it.
+      given: what enters it.
+    """
+    readers = readers_of(eqns)
+    for number, eqn in enumerate(eqns):
+        if eqn.primitive.name != "scan" or eqn.effects or eqn.params["jaxpr"].consts:
+            continue
+        alone: dict[int, set[Var]] = {}
+        for _, outer in LoopPhase(eqn).stacks:
+            reading = set(readers.get(outer, ())) if outer not in results else set()
+            if len(reading) == 1 and _reads_slices(eqns[(reader := reading.pop())], eqn, outer):
+                alone.setdefault(reader, set()).add(outer)
+        if alone:
+            reader = max(alone, key=lambda i: (sum(map(bytes_of, alone[i])), -i))
+            pair = ScanPair(eqn, eqns[reader], frozenset(alone[reader]), given)
+            if pair.stacks:
+                yield number, reader, pair
+
+
+def _reads_slices(eqn: JaxprEqn, forward: JaxprEqn, stack: Var) -> bool:
+    """Whether an equation is a scan that reads slices of a stack, one in each iteration."""
+    if eqn.primitive.name != "scan" or eqn.params["length"] != forward.params["length"]:
+        return False
+    if eqn.params["jaxpr"].consts:
+        return False
+    consts, carries, _ = ScanParts.of(eqn).operands(eqn.invars)
+    return not any(atom is stack for atom in (*consts, *carries))
+
+
+def with_lean_stacks(graph: Graph) -> Graph:
+    """The same program, whose scans stack nothing that is quicker to compute again than to keep.
+
+    Only element by element: that is fused into what reads it, and costs no memory.
+    """
+    jaxpr = _lean(graph.jaxpr)
+    return graph if jaxpr is graph.jaxpr else with_jaxpr(graph, jaxpr)
+
+
+def _lean(jaxpr: Jaxpr) -> Jaxpr:
+    eqns = [_with_lean_body(eqn) for eqn in jaxpr.eqns]
+    changed = any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+    results, given = set(variables(jaxpr.outvars)), set(jaxpr.invars)
+    for number in range(len(eqns)):
+        if eqns[number].primitive.name != "scan":
+            continue
+        found = (x for x in scan_pairs(eqns, results, given) if x[0] == number)
+        for _, reader, pair in found:
+            cut = pair.cut(_element_price, _price_again)
+            if pair.saved_bytes(cut) > 0:
+                eqns[number], eqns[reader] = pair.rewritten(cut)
+                changed = True
+            break
+    return jaxpr.replace(eqns=eqns) if changed else jaxpr
+
+
+def _with_lean_body(eqn: JaxprEqn) -> JaxprEqn:
+    """A scan with other scans in its body, these with lean stacks."""
+    if eqn.primitive.name != "scan":
+        return eqn
+    closed = eqn.params["jaxpr"]
+    body = _lean(closed.jaxpr)
+    if body is closed.jaxpr:
+        return eqn
+    return eqn.replace(params={**eqn.params, "jaxpr": ClosedJaxpr(body, closed.consts)})
+
+
+def _element_price(var: Var, number: int | None) -> int:
+    return KEPT * bytes_of(var)
+
+
+def _price_again(eqn: JaxprEqn) -> int | None:
+    price = PRICES.get(eqn.primitive.name)
+    return None if price is None else price * sum(int(v.aval.size) for v in eqn.outvars)

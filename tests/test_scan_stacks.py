@@ -1,0 +1,240 @@
+"""What scans stack for their backward scans, and what these compute again instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
+from sharding.steps import graph_of
+
+import autopar
+from autopar.passes import microbatch
+from autopar.passes.graph.graph import Graph, walk
+from autopar.passes.graph.microbatched import LoopPhase
+from autopar.passes.primitives.populate import populate
+from autopar.passes.recompute.choice import KeptValues
+from autopar.passes.recompute.run_again import recomputed
+from autopar.passes.recompute.scan_stacks import with_lean_stacks
+from autopar.passes.slicing.anatomy import bytes_of
+
+DEPTH, WIDTH, HEADS, ROWS, LENGTH = 3, 16, 2, 8, 8
+
+
+def parameters() -> Any:
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"qkv": (WIDTH, 3 * WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    return {"scale": jnp.ones((DEPTH, WIDTH))} | {
+        name: jax.random.normal(key, (DEPTH, *shape)) / shape[0] ** 0.5
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def norm(x: Any, scale: Any) -> Any:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+
+def attention_block(w: Any, x: Any, key: Any) -> Any:
+    y = norm(x, w["scale"])
+    q, k, v = jnp.split((y @ w["qkv"]).reshape(*x.shape[:2], HEADS, -1), 3, axis=-1)
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    weights = jnp.where(jax.random.bernoulli(key, 0.9, weights.shape), weights / 0.9, 0)
+    return x + jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
+
+
+def block(w: Any, x: Any, key: Any) -> Any:
+    x = attention_block(w, x, key)
+    return x + jax.nn.silu(norm(x, w["scale"]) @ w["up"]) @ w["down"]
+
+
+def transformer(w: Any, x: Any, key: Any) -> Any:
+    """With a counter that is carried, keys, and metrics of every layer."""
+
+    def layer(carry: Any, inputs: Any) -> Any:
+        (h, count), (weights, own) = carry, inputs
+        h = block(weights, h, own)
+        return (h, count + 1), jnp.mean(h * h)
+
+    (h, _), sizes = jax.lax.scan(layer, (x, 0), (w, jax.random.split(key, DEPTH)))
+    return jnp.mean(h * h) + 0.1 * jnp.sum(sizes)
+
+
+def checkpointed(w: Any, x: Any, key: Any) -> Any:
+    def layer(h: Any, inputs: Any) -> Any:
+        return jax.checkpoint(block)(inputs[0], h, inputs[1]), None
+
+    h, _ = jax.lax.scan(layer, x, (w, jax.random.split(key, DEPTH)))
+    return jnp.mean(h * h)
+
+
+def recurrent(w: Any, x: Any, key: Any) -> Any:
+    """Over time, backwards, of which all outputs are used, and a constant."""
+    mix = w["qkv"][0, :, :WIDTH]
+
+    def cell(h: Any, now: Any) -> Any:
+        h = jnp.tanh(now @ mix + h * jax.nn.sigmoid(h * w["scale"][0]))
+        return h, jnp.sin(h)
+
+    start = jnp.zeros((ROWS, WIDTH))
+    h, outputs = jax.lax.scan(cell, start, jnp.swapaxes(x, 0, 1) * 2, reverse=True)
+    return jnp.mean(outputs**2) + jnp.mean(h)
+
+
+def nested(w: Any, x: Any, key: Any) -> Any:
+    """A scan over layers, each a scan over parts of its rows."""
+
+    def layer(h: Any, weights: Any) -> Any:
+        def part(total: Any, rows: Any) -> Any:
+            y = jax.nn.silu(norm(rows, weights["scale"]) @ weights["up"]) @ weights["down"]
+            return total + jnp.sum(y * y), rows + y
+
+        total, parts = jax.lax.scan(part, 0.0, h.reshape(4, -1, LENGTH, WIDTH))
+        return parts.reshape(h.shape), total
+
+    h, totals = jax.lax.scan(layer, x, w)
+    return jnp.mean(h * h) + 1e-3 * jnp.sum(totals)
+
+
+def two_uses(w: Any, x: Any, key: Any) -> Any:
+    """A gradient of a gradient: several scans read what one stacks."""
+    inner = jax.grad(lambda x: transformer(w, x, key))(x)
+    return transformer(w, x - 0.1 * inner, key) + jnp.mean(inner * inner)
+
+
+def from_what_is_made(w: Any, x: Any, key: Any) -> Any:
+    """Slices of what is no parameter, and what is read only there."""
+
+    def layer(h: Any, gate: Any) -> Any:
+        return jax.nn.sigmoid(h * jnp.exp(-gate)) * h, None
+
+    h, _ = jax.lax.scan(layer, x, jnp.tanh(w["scale"] @ w["qkv"][0, :, :WIDTH]))
+    return jnp.mean(h * h)
+
+
+LOSSES = [transformer, checkpointed, recurrent, nested, two_uses, from_what_is_made]
+
+
+def step_of(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def train_step(w: Any, x: Any, key: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(w, x, key)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads), loss
+
+    return train_step
+
+
+def arguments() -> tuple[Any, Any, Any]:
+    x = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH))
+    return parameters(), x, jax.random.key(2)
+
+
+def evaluated(graph: Graph, leaves: list[Any]) -> list[Any]:
+    closed = jax.extend.core.ClosedJaxpr(graph.jaxpr, ())
+    return list(jax.jit(jaxpr_as_fun(closed))(*leaves, *graph.constants))
+
+
+def stacked_bytes(jaxpr: Jaxpr) -> int:
+    scans = [eqn for eqn in walk(jaxpr) if eqn.primitive.name == "scan"]
+    return sum(bytes_of(outer) for eqn in scans for _, outer in LoopPhase(eqn).stacks)
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES)
+def test_lean_stacks_are_less_and_give_the_same(loss_fn: Any) -> None:
+    graph = graph_of(step_of(loss_fn), *arguments())
+    lean = with_lean_stacks(graph)
+    least = 1.0 if loss_fn in (checkpointed, nested) else 0.9  # else whole scans would run again
+    assert stacked_bytes(lean.jaxpr) <= least * stacked_bytes(graph.jaxpr)
+    leaves = jax.tree.leaves(arguments())
+    for found, expected in zip(evaluated(lean, leaves), evaluated(graph, leaves), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
+
+
+def test_what_is_lean_stays() -> None:
+    graph = with_lean_stacks(graph_of(step_of(transformer), *arguments()))
+    assert with_lean_stacks(graph) is graph
+
+
+def body_of(loss_fn: Any) -> tuple[KeptValues, list[JaxprEqn]]:
+    graph = graph_of(step_of(loss_fn), *arguments())
+    step = microbatch.in_one_microbatch(graph, populate(graph.jaxpr))
+    rules = populate(step.graph.jaxpr)
+    seconds = lambda eqn: sum(v.aval.size for v in eqn.outvars) * 1e-9  # noqa: E731
+    values = KeptValues.of(step, rules, seconds)
+    return values, list(values.parts.body.eqns)
+
+
+def test_choices_of_scans_are_nested_down_to_what_iterations_begin_with() -> None:
+    values, _ = body_of(transformer)
+    family = values.family
+    assert len(family) > 2
+    sizes = [choice.saved_bytes for choice in family]
+    assert sizes == sorted(set(sizes))
+    step = recomputed(values, family[-1])
+    assert step.loop is not None
+    forward, *_ = (eqn for eqn in step.loop.body.eqns if eqn.primitive.name == "scan")
+    kept = [atom for atom, outer in LoopPhase(forward).stacks if outer.aval.size > DEPTH]
+    assert [atom.aval.shape for atom in kept] == [(ROWS, LENGTH, WIDTH)]
+    carries = [item.carry for item in LoopPhase(forward).accumulators]
+    assert kept[0] in carries
+
+
+ASKED: dict[str, Any] = {"batch_argnums": (1,), "donate_argnums": ()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"microbatches": 1, "remat": "full"},
+        {"microbatches": 2, "remat": "full"},
+        {"microbatches": 2, "stages": 2, "schedule": "1f1b"},
+        {"microbatches": 4, "stages": 2, "schedule": "zb_h1"},
+    ],
+)
+def test_steps_with_scans_that_compute_again(options: dict[str, Any]) -> None:
+    step = autopar.compile(step_of(transformer), *arguments(), **ASKED, **options)
+    found = step.gather(step(*arguments()))
+    expected = jax.jit(step_of(transformer))(*arguments())
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def long_step(checkpoint: bool, /) -> tuple[Any, Any, Any]:
+    """Shapes of a scanned model whose rows need most of the memory, in bfloat16."""
+    depth, width, length, rows = 8, 512, 512, 64
+
+    def layer(h: Any, w: Any) -> Any:
+        y = norm(h.astype(jnp.float32), w["scale"]).astype(jnp.bfloat16)
+        y = jax.nn.silu(y @ w["up"].astype(jnp.bfloat16)) @ w["down"].astype(jnp.bfloat16)
+        return h + y, None
+
+    def loss_fn(w: Any, x: Any) -> Any:
+        h, _ = jax.lax.scan(jax.checkpoint(layer) if checkpoint else layer, x, w)
+        return jnp.mean(jnp.square(h.astype(jnp.float32)))
+
+    def train_step(w: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(w, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads), loss
+
+    shape = lambda *sizes: jax.ShapeDtypeStruct((depth, *sizes), jnp.float32)  # noqa: E731
+    w = {"scale": shape(width), "up": shape(width, 4 * width), "down": shape(4 * width, width)}
+    return train_step, w, jax.ShapeDtypeStruct((rows, length, width), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.45])
+def test_no_annotation_is_needed(share: float) -> None:
+    cluster = autopar.Cluster.preset("dgx-h100")
+    asked: dict[str, Any] = {"cluster": cluster, "stages": 1, "batch_argnums": (1,)}
+    whole = autopar.plan(*long_step(False), **asked)
+    limit = int(share * whole.estimates.peak_bytes_per_device)
+    asked["memory_limit"] = limit
+    plans = [
+        autopar.plan(*long_step(checkpoint), **{**asked, "remat": remat})
+        for checkpoint, remat in [(False, "auto"), (True, "auto"), (False, "none")]
+    ]
+    found, by_hand, kept = (plan.estimates.step_seconds for plan in plans)
+    assert found <= 1.01 * by_hand and found <= 1.001 * kept
+    assert plans[0].recomputation is not None
+    assert plans[0].estimates.peak_bytes_per_device <= limit
