@@ -121,16 +121,17 @@ class MeshSearch:
                 return replace(self.program(found, remat), peak=MemoryPeak(counted, ()))
         return self.lowered(found, remat)
 
-    def attempt(self, memory: int | None, remat: bool) -> PlannedStage:
+    def attempt(self, memory: int | None, remat: bool, *, finds_peak: bool = False) -> PlannedStage:
         """The cheapest program whose values keep within so many bytes.
 
         Raises:
-          Infeasible: there is none.
+          Infeasible: there is none. With `finds_peak` it says the least bytes that would do.
         """
         rows = None if memory is None else memory_rows(self.built, self.memory(remat))
-        return self.lowered(self.solved(to_problem(self.built, memory, rows)), remat)
+        found = self.solved(to_problem(self.built, memory, rows), finds_peak=finds_peak)
+        return self.lowered(found, remat)
 
-    def solved(self, problem: Problem) -> Solution:
+    def solved(self, problem: Problem, *, finds_peak: bool = False) -> Solution:
         """The problem's solution among what is allowed."""
         limited = problem.usage_limit is not None
         enough = ENOUGH_MEMORY_GAP if limited else ENOUGH_GAP
@@ -143,6 +144,7 @@ class MeshSearch:
             work_limit=None if time_limit else work,
             enough_gap=enough if problem.num_nodes > LARGE_PROBLEM or folded.holders else 0.0,
             seed=self.options.seed,
+            finds_peak=finds_peak,
         )
         if allowed is None:
             return folded.unfolded(found)
@@ -334,7 +336,7 @@ class MeshSearch:
     def least(self, remat: bool) -> list[PlannedStage]:
         """The plan with the smallest memory limit that the solver can satisfy, if it finds one."""
         try:
-            return [self.attempt(1, remat)]
+            return [self.attempt(1, remat, finds_peak=True)]
         except Infeasible as error:
             return (
                 [] if error.smallest_usage is None else [self.attempt(error.smallest_usage, remat)]

@@ -110,6 +110,7 @@ def solve(
     enough_gap: float = 0.0,
     seed: int = 0,
     progress: Progress | None = None,
+    finds_peak: bool = True,
 ) -> Solution:
     """Finds the cheapest assignment that fits, with a proven bound on what it may lack.
 
@@ -121,6 +122,8 @@ def solve(
         enough_gap: a solution is good enough that is proven to lack at most this part of its cost.
         seed: of the randomised parts.
         progress: called whenever the best cost or the bound has changed.
+        finds_peak: whether the error of a problem that is proven to have no solution says the
+            smallest peak usage, which takes several times as long as to prove that.
 
     Raises:
         Infeasible: if there is no solution, or none was found within the limits.
@@ -133,7 +136,7 @@ def solve(
         search.run()
     except Contradiction:
         if search.best is None:
-            raise search.infeasible(proven=True) from None
+            raise search.infeasible(proven=True, finds_peak=finds_peak) from None
         search.bound = search.best_cost
     except OutOfTime:
         search.offers.flush()
@@ -439,9 +442,11 @@ class _Solve:
         """Whether there is no time for another problem; work does not bind what errors report."""
         return not self.budget.fits(PEAK_FLATS * self.flat_seconds)
 
-    def infeasible(self, proven: bool) -> Infeasible:
+    def infeasible(self, proven: bool, finds_peak: bool = True) -> Infeasible:
         """The error to raise: with the smallest peak usage, which takes a search of its own."""
-        peak = smallest_peak(self.problem, self.feasible, self.out_of_time)
+        peak = None
+        if finds_peak:
+            peak = smallest_peak(self.problem, self.feasible, self.out_of_time)
         if peak is not None and (self.smallest_peak is None or peak.usage <= self.smallest_peak[0]):
             self.smallest_peak = peak.usage, peak.interval
         limit = self.problem.usage_limit
@@ -449,7 +454,7 @@ class _Solve:
         if self.smallest_peak is None:
             if not proven:
                 what = "No assignment was found in time."
-            elif limit is None or not self.out_of_time():
+            elif limit is None or (finds_peak and not self.out_of_time()):
                 what = "Every assignment is forbidden."
             return Infeasible(what, proven=proven)
         usage, interval = self.smallest_peak

@@ -235,6 +235,15 @@ def test_too_little_memory_names_the_peak() -> None:
     assert "limit of 10" in str(error)
 
 
+def test_the_peak_is_only_looked_for_if_asked() -> None:
+    problem = make([[0, 0]], {}, usages=[[3, 9]], intervals=[(0, 5)], limit=2)
+    with pytest.raises(Infeasible) as caught:
+        solve(problem, finds_peak=False)
+    assert caught.value.proven
+    assert caught.value.lower_bound is None
+    assert "limit of 2" in str(caught.value)
+
+
 def test_a_large_infeasible_problem_is_proven_infeasible() -> None:
     problem = grid(6, 12, 4, seed=1, tightness=0.5)
     least, interval = peak_usage(problem, [int(usage.argmin()) for usage in problem.usages])
