@@ -19,8 +19,9 @@ are a function of that count: of the stages after it where weights are 1, of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -101,6 +102,15 @@ class StageProblem:
         for kind in self.kinds:
             if kind.bottleneck.ndim != 3 or kind.bottleneck.shape[1:] != (states, states):
                 raise ValueError(f"costs of shape {kind.bottleneck.shape} for {states} states")
+
+    @property
+    def in_larger_units(self) -> StageProblem:
+        """The same problem whose devices are counted in the largest groups that none divides."""
+        unit = math.gcd(self.num_devices, *(kind.devices for kind in self.kinds))
+        if unit <= 1:
+            return self
+        kinds = tuple(replace(kind, devices=kind.devices // unit) for kind in self.kinds)
+        return replace(self, kinds=kinds, num_devices=self.num_devices // unit)
 
 
 class PathStep(NamedTuple):

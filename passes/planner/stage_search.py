@@ -54,7 +54,7 @@ def best_path(problem: StageProblem, at_most: float = math.inf) -> StagePath | N
     >>> [(step.start, step.stop) for step in path.steps], path.cost
     ([(0, 1), (1, 3)], 18.0)
     """
-    tables = tabulate(problem, at_most * (1 + 1e-12))
+    tables = tabulate(problem.in_larger_units, at_most * (1 + 1e-12))
     value = sweep(tables, bottleneck_cost, np.maximum)
     if math.isinf(least(tables, value)[0]):
         return None
