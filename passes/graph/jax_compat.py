@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, update_wrapper
+from functools import cache, lru_cache, update_wrapper
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -70,6 +70,7 @@ def user_frame(eqn: JaxprEqn) -> tuple[str, int, str] | None:
     return _user_frame(eqn.source_info.traceback)
 
 
+@lru_cache(4096)  # equations of one line have equal tracebacks
 def _user_frame(traceback: Any) -> tuple[str, int, str] | None:
     first = None
     for frame in _frames(traceback):
