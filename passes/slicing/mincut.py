@@ -9,7 +9,6 @@ is cut first, and each half has only the nodes that are left between its boundar
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,8 @@ from ortools.graph.python import max_flow
 
 Node = tuple[Any, ...]
 Arc = tuple[int, int, int]  # tail, head, capacity
+Integers = NDArray[np.int64]
+Booleans = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def place(
     Stages of `fixed` nodes are given, and of `preferred` ones unless a downward value forbids it.
     """
     cuts = _Cuts(nodes, values, fixed, preferred)
-    cuts.between(1, num_stages, range(len(values)))
+    cuts.between(1, num_stages, np.ones(len(values), bool))
     return {node: int(cuts.low[number]) for number, node in enumerate(nodes)}
 
 
@@ -59,6 +60,7 @@ class _Cuts:
 
     Attributes:
       low, high: the stages that each node can still be on.
+      readers, read: for each reading of a value, the numbers of the node and of the value.
     """
 
     def __init__(
@@ -69,31 +71,41 @@ class _Cuts:
         preferred: Mapping[Node, int],
     ) -> None:
         numbers = {node: number for number, node in enumerate(nodes)}
-        self.values = values
-        self.readers = [[numbers[reader] for reader in value.readers] for value in values]
-        self.makers = [None if x.maker is None else numbers[x.maker] for x in values]
         firm = sum(value.bytes for value in values) + 1
         self.infinite = firm * (len(preferred) + 1)
-        self.given = [
+        given = [
             (numbers[node], where, capacity)
             for places, capacity in ((fixed, self.infinite), (preferred, firm))
             for node, where in places.items()
         ]
+        self.given = np.array(given, np.int64).reshape(-1, 3).T
+        self.bytes = np.array([x.bytes for x in values], np.int64)
+        makers = [-1 if x.maker is None else numbers[x.maker] for x in values]
+        self.makers = np.array(makers, np.int64)
+        self.is_made = self.makers >= 0
+        self.lowest = np.array([min(x.stages, default=0) for x in values], np.int64)
+        self.highest = np.array([max(x.stages, default=0) for x in values], np.int64)
+        self.tied = np.array([x.tied for x in values], bool)
+        self.downward = np.array([x.downward for x in values], bool)
+        assert self.is_made[self.tied | self.downward].all()
+        self.readers = np.array([numbers[node] for x in values for node in x.readers], np.int64)
+        counts = np.array([len(x.readers) for x in values], np.int64)
+        self.read = np.repeat(np.arange(len(values)), counts)
         self.low = np.zeros(len(nodes), int)
         self.high = np.full(len(nodes), np.iinfo(int).max)
 
-    def between(self, first: int, stop: int, touching: Sequence[int]) -> None:
+    def between(self, first: int, stop: int, touching: Booleans) -> None:
         """Cut at the boundaries from `first` to `stop`, left out.
 
         Args:
           first: a boundary.
           stop: a later one.
-          touching: all values of which a node is not settled for these boundaries.
+          touching: whether values have a node that is not settled for these boundaries.
         """
         is_open = (self.low < stop - 1) & (self.high >= first)
         if first >= stop or not is_open.any():
             return
-        values = self._touching(is_open, touching)
+        values = touching & self._touched(is_open)
         middle = (first + stop) // 2
         above = self._above(middle, values)
         below = (self.low < middle) & (self.high >= middle)
@@ -103,58 +115,68 @@ class _Cuts:
         self.between(first, middle, values)
         self.between(middle + 1, stop, values)
 
-    def _touching(self, is_open: NDArray[np.bool_], values: Sequence[int]) -> list[int]:
+    def _touched(self, nodes: Booleans) -> Booleans:
         """The values that one of these nodes makes or reads."""
-        return [
-            number
-            for number in values
-            if any(is_open[node] for node in self.readers[number])
-            or (self.makers[number] is not None and is_open[self.makers[number]])
-        ]
+        touched = self.is_made & nodes[self.makers]
+        touched[self.read[nodes[self.readers]]] = True
+        return touched
 
-    def _above(self, boundary: int, values: Sequence[int]) -> NDArray[np.intp]:
+    def _above(self, boundary: int, values: Booleans) -> NDArray[np.intp]:
         """The open nodes that are above a boundary."""
         is_open = (self.low < boundary) & (self.high >= boundary)
         count = int(is_open.sum())
         source, sink = count, count + 1
         ends = np.where(self.low >= boundary, source, sink)
         ends[is_open] = np.arange(count)
-        numbers = ends.tolist()
-        joints = itertools.count(count + 2)
-        arcs: list[Arc] = []
-        for node, where, capacity in self.given:
-            if is_open[node]:
-                pinned = (source, numbers[node]) if where >= boundary else (numbers[node], sink)
-                arcs.append((*pinned, capacity))
-        for index in values:
-            value, of = self.values[index], self.makers[index]
-            readers = [numbers[reader] for reader in self.readers[index]]
-            maker = None if of is None else numbers[of]
-            if value.tied or value.downward:
-                assert maker is not None
-                arcs += [(reader, maker, self.infinite) for reader in readers]
-                if value.tied:
-                    arcs += [(maker, reader, self.infinite) for reader in readers]
-                    continue
-            if maker is not None or min(value.stages) >= boundary:  # readers below pay
-                joint = next(joints)
-                arcs.append((source if maker is None else maker, joint, value.bytes))
-                arcs += [(joint, reader, self.infinite) for reader in readers]
-            if value.downward:
-                continue
-            if maker is not None or max(value.stages) < boundary:  # those above pay
-                joint = next(joints)
-                arcs.append((joint, sink if maker is None else maker, value.bytes))
-                arcs += [(reader, joint, self.infinite) for reader in readers]
-        side = source_side([arc for arc in arcs if arc[0] != arc[1] and arc[2]], source, sink)
+        there = np.flatnonzero(values[self.read])
+        readers, read = ends[self.readers[there]], self.read[there]
+        makers = ends[self.makers]  # of values that are made
+        arcs: list[tuple[Any, Any, Any]] = [(source, sink, 0)]  # so that both exist
+
+        node, where, capacity = self.given[:, is_open[self.given[0]]]
+        pinned = where >= boundary
+        arcs.append((source, ends[node[pinned]], capacity[pinned]))
+        arcs.append((ends[node[~pinned]], sink, capacity[~pinned]))
+        of = self.tied[read] | self.downward[read]
+        arcs.append((readers[of], makers[read[of]], self.infinite))
+        of = self.tied[read]
+        arcs.append((makers[read[of]], readers[of], self.infinite))
+
+        loose, joints = values & ~self.tied, np.zeros(len(values), np.int64)
+        paid = loose & (self.is_made | (self.lowest >= boundary))  # by readers below
+        joints[paid] = sink + 1 + np.arange(np.count_nonzero(paid))
+        tails = np.where(self.is_made, makers, source)
+        arcs.append((tails[paid], joints[paid], self.bytes[paid]))
+        of = paid[read]
+        arcs.append((joints[read[of]], readers[of], self.infinite))
+
+        next_joint = sink + 1 + np.count_nonzero(paid)
+        paid = loose & ~self.downward & (self.is_made | (self.highest < boundary))  # by those above
+        joints[paid] = next_joint + np.arange(np.count_nonzero(paid))
+        heads = np.where(self.is_made, makers, sink)
+        arcs.append((joints[paid], heads[paid], self.bytes[paid]))
+        of = paid[read]
+        arcs.append((readers[of], joints[read[of]], self.infinite))
+
+        columns = [np.broadcast_arrays(*map(np.atleast_1d, arc)) for arc in arcs]
+        tail, head, capacity = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+        kept = (tail != head) & (capacity > 0)
+        kept[0] = True
+        side = _source_side(tail[kept], head[kept], capacity[kept], source, sink)
         return np.flatnonzero(is_open)[side[side < count]]
 
 
-def source_side(arcs: Sequence[Arc], source: int, sink: int) -> np.ndarray:
+def source_side(arcs: Sequence[Arc], source: int, sink: int) -> Integers:
     """The nodes before the cheapest cut of a network; of several, the cut next to the source."""
-    flow = max_flow.SimpleMaxFlow()
     table = np.array([(source, sink, 0), *arcs])  # the first so that both exist
-    flow.add_arcs_with_capacity(table[:, 0], table[:, 1], table[:, 2])
+    return _source_side(table[:, 0], table[:, 1], table[:, 2], source, sink)
+
+
+def _source_side(
+    tails: Integers, heads: Integers, capacities: Integers, source: int, sink: int
+) -> Integers:
+    flow = max_flow.SimpleMaxFlow()
+    flow.add_arcs_with_capacity(tails, heads, capacities)
     status = flow.solve(source, sink)
     assert status == flow.OPTIMAL, status
     return np.array(flow.get_source_side_min_cut())

@@ -68,7 +68,7 @@ def test_what_is_below_a_boundary_is_settled_for_all_above() -> None:
     values = [CutValue(1, (nodes[i + 1],), nodes[i]) for i in range(15)]
     fixed = {nodes[i]: i // 2 for i in range(0, 16, 2)}
     cuts = mincut._Cuts(nodes, values, fixed, {})
-    cuts.between(1, 8, range(len(values)))
+    cuts.between(1, 8, np.ones(len(values), bool))
     assert [int(cuts.low[i]) for i in range(0, 16, 2)] == list(range(8))
     below = cuts.low < 7
     np.testing.assert_array_equal(cuts.low[below], cuts.high[below])
