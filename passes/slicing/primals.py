@@ -56,6 +56,9 @@ def find_primals(parts: Anatomy) -> dict[int, int]:
         for number in numbers_of(eqns[index].invars):
             readers[number].append(index)
         makers.update(dict.fromkeys(numbers_of(eqns[index].outvars), index))
+    at_places = defaultdict[object, list[int]](list)  # what of the trunk is at a place
+    for index in trunk:
+        at_places[eqns[index].primitive, place_of(index)].append(index)
     primals: dict[int, int] = {}
     unclear: dict[int, list[int]] = {}
     for index in sorted(parts.backward):
@@ -88,7 +91,7 @@ def find_primals(parts: Anatomy) -> dict[int, int]:
             near = {c for n in made for c in readers[n] if c in shared}
             primal = min(at_place(near, eqn), default=None)
         if primal is None:
-            named = at_place((c for c in trunk if eqns[c].primitive is eqn.primitive), eqn)
+            named = at_places.get((eqn.primitive, _place(eqn)), [])
             primal = named[0] if len(named) == 1 else None
         if primal is not None:
             primals[index] = primal
