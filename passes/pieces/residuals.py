@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from autopar.passes.graph.jumps import is_jump
 from autopar.passes.pieces.wiring import has_effect
-from autopar.passes.recompute.cheapest_cut import KEPT, PRICES, cheapest_cut
 from autopar.passes.sharding.scopes import itemsize
 from autopar.passes.sharding.spmd_program import Compute, Instruction, ShardedValue, reads, writes
+from autopar.passes.slicing.cheapest_cut import KEPT, PRICES, cheapest_cut
 
 
 def computed_again(

@@ -27,9 +27,9 @@ from autopar.passes.graph.jumps import is_jump
 from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.primitives.factor_rule import Rules
-from autopar.passes.recompute.cheapest_cut import cheapest_cut
 from autopar.passes.recompute.scan_stacks import ScanPair, StackCut, scan_pairs
 from autopar.passes.slicing.anatomy import Anatomy, bytes_of, dissect
+from autopar.passes.slicing.cheapest_cut import cheapest_cut
 from autopar.passes.slicing.layering import layers_of
 
 Seconds = Callable[[JaxprEqn], float]

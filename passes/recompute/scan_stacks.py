@@ -34,8 +34,8 @@ from autopar.passes.graph.jumps import is_jump, is_real
 from autopar.passes.graph.microbatched import Carried, LoopPhase, scan_like, stacked
 from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.graph.scans import ScanParts
-from autopar.passes.recompute.cheapest_cut import KEPT, LARGEST_PRICE, PRICES, cheapest_cut
 from autopar.passes.slicing.anatomy import bytes_of
+from autopar.passes.slicing.cheapest_cut import KEPT, LARGEST_PRICE, PRICES, cheapest_cut
 
 
 @dataclass(frozen=True)
