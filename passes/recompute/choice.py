@@ -23,7 +23,7 @@ from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 from autopar.arrays.typed_keys import is_key
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import Atom, makers_of, readers_of, variables
-from autopar.passes.graph.jumps import is_jump
+from autopar.passes.graph.jumps import compared, is_jump
 from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.primitives.factor_rule import Rules
@@ -299,8 +299,15 @@ class KeptValues:
         eqn = self.parts.body.eqns[number]
         late = number in self.parts.backward or number in self.parts.loop.combining
         # Masks of random bits, which belong to no layer, are the same whenever they are made.
-        fixed = eqn.effects or is_barrier(eqn) or (is_jump(eqn) and number in self.layer_of)
+        jumps = is_jump(eqn) or not self._compared.isdisjoint(eqn.outvars)
+        fixed = eqn.effects or is_barrier(eqn) or (jumps and number in self.layer_of)
         return not (late or fixed or eqn.primitive.name in CONTROL_FLOW)
+
+    @cached_property
+    def _compared(self) -> frozenset[Var]:
+        """What the backward pass compares: with what follows from the same bits."""
+        eqns = self.parts.body.eqns
+        return frozenset(compared([eqns[number] for number in sorted(self.late)]))
 
     def _prices(self) -> tuple[float, float]:
         """Prices between which the choices lie."""

@@ -13,6 +13,8 @@ the hosts' memory is put there when it is made, and comes back by that barrier.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jax.extend import core as jex_core
 from jax.extend.core import ClosedJaxpr, DropVar, JaxprEqn, Literal, Var
 
@@ -42,6 +44,7 @@ class _Rewriting:
         self.eqns = list(values.parts.body.eqns)
         for number, cut in kept.scans:
             reader, pair = values.pairs[number]
+            pair = replace(pair, backward=self.eqns[reader])  # of several forward scans
             self.eqns[number], self.eqns[reader] = pair.rewritten(cut)
         self.late = values.late
         self.home = {var: layer for layer, wanted in values.wanted.items() for var in wanted}

@@ -30,7 +30,7 @@ from autopar.passes.graph.graph import (
     variables,
     with_jaxpr,
 )
-from autopar.passes.graph.jumps import is_jump, is_real
+from autopar.passes.graph.jumps import compared, is_jump, is_real
 from autopar.passes.graph.microbatched import Carried, LoopPhase, scan_like, stacked
 from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.graph.scans import ScanParts
@@ -115,22 +115,20 @@ class ScanPair:
         return {**self.first.consts, **self.first.slices}
 
     @cached_property
-    def read_as(self) -> dict[Atom, Var]:
-        """What the backward body calls a value outside, or a slice of it."""
-        pairs = (*self.second.consts.items(), *self.second.slices.items())
-        return {outer: inner for inner, outer in pairs if isinstance(outer, Var)}
-
-    @cached_property
     def at_hand(self) -> dict[Var, Atom]:
         """The forward body's values that the backward body may read, with those outside."""
-        found = {
-            inner: outer
-            for inner, outer in self.outside.items()
-            if isinstance(outer, Literal) or outer in self.given or outer in self.read_as
-        }
+        there = {*self.given, *variables(self.backward.invars)}
+        pairs = self.outside.items()
+        found = {v: outer for v, outer in pairs if isinstance(outer, Literal) or outer in there}
         others = (pair for pair in self.first.stacks if pair[1] not in self.stacks)
-        found |= {x: outer for x, outer in others if isinstance(x, Var) and outer in self.read_as}
-        return found
+        return found | {x: outer for x, outer in others if isinstance(x, Var) and outer in there}
+
+    @cached_property
+    def _compared(self) -> frozenset[Var]:
+        """The forward body's values that the backward body compares: they are the same bits."""
+        inside, slices = compared(self.second.body.eqns), self.second.slices.items()
+        outer = (x for inner, x in slices if inner in inside and isinstance(x, Var))
+        return frozenset(self.stacks[x] for x in outer if x in self.stacks)
 
     @cached_property
     def _drawn(self) -> frozenset[Var]:
@@ -157,6 +155,7 @@ class ScanPair:
         def price(number: int) -> int | None:
             eqn = eqns[number]
             jumps = is_jump(eqn) and not self._drawn.issuperset(variables(eqn.invars))
+            jumps = jumps or not self._compared.isdisjoint(eqn.outvars)
             fixed = eqn.effects or is_barrier(eqn) or jumps
             return None if fixed or eqn.primitive.name in CONTROL_FLOW else again(eqn)
 
@@ -211,10 +210,14 @@ class _Reading:
 
     def __init__(self, pair: ScanPair, cut: StackCut, kept: Mapping[Var, Var]):
         self.pair, self.cut, self.kept = pair, cut, kept
-        self.consts = [*pair.second.consts.items()]
         slices = pair.second.slices.items()
         gone = {outer for outer, var in pair.stacks.items() if kept.get(var) is not outer}
-        self.slices = [(inner, outer) for inner, outer in slices if outer not in gone]
+        consts = pair.second.consts.items()
+        # A body may have several variables for one value outside.
+        self.consts = {outer: inner for inner, outer in consts if isinstance(outer, Var)}
+        self.slices = {outer: inner for inner, outer in slices if isinstance(outer, Var)}
+        left = (x for x in slices if isinstance(x[1], Literal) or x[1] not in gone)
+        self.given: tuple[list[tuple[Var, Atom]], ...] = [*consts], [*left]
         self.source = {
             inner: pair.stacks[outer]
             for inner, outer in slices
@@ -234,8 +237,8 @@ class _Reading:
             for item in loop.accumulators
         ]
         stacks = [(self.read(atom), outer) for atom, outer in loop.stacks]
-        args = self.consts, carries, self.slices, stacks, self.out
-        return scan_like(self.pair.backward, *args)
+        consts, slices = self.given
+        return scan_like(self.pair.backward, consts, carries, slices, stacks, self.out)
 
     def read(self, atom: Atom) -> Atom:
         """What stands for a value of the backward body; of what is gone, what is made again."""
@@ -274,14 +277,12 @@ class _Reading:
         assert outer is not None, f"{var} is neither stacked nor given"
         if isinstance(outer, Literal):
             return outer
-        if outer in pair.read_as and outer not in pair.stacks:
-            return pair.read_as[outer]
-        for inner, other in self.slices:
-            if other is outer:
-                return inner
-        inner = jax_compat.new_var(var.aval)
-        (self.consts if var in pair.first.consts else self.slices).append((inner, outer))
-        return inner
+        is_const = var in pair.first.consts
+        known, given = (self.consts if is_const else self.slices), self.given[not is_const]
+        if outer not in known:
+            known[outer] = jax_compat.new_var(var.aval)
+            given.append((known[outer], outer))
+        return known[outer]
 
 
 def scan_pairs(
@@ -289,25 +290,41 @@ def scan_pairs(
 ) -> Iterator[tuple[int, int, ScanPair]]:
     """Scans of which another scan alone reads stacks, both with their numbers.
 
+    Of several that do, the one that reads most. It need not be a backward pass.
+
     Args:
       eqns: of one scope, in order.
       results: what leaves it.
       given: what enters it.
     """
     readers = readers_of(eqns)
-    for number, eqn in enumerate(eqns):
-        if eqn.primitive.name != "scan" or eqn.effects or eqn.params["jaxpr"].consts:
-            continue
-        alone: dict[int, set[Var]] = {}
-        for _, outer in LoopPhase(eqn).stacks:
-            reading = set(readers.get(outer, ())) if outer not in results else set()
-            if len(reading) == 1 and _reads_slices(eqns[(reader := reading.pop())], eqn, outer):
-                alone.setdefault(reader, set()).add(outer)
-        if alone:
-            reader = max(alone, key=lambda i: (sum(map(bytes_of, alone[i])), -i))
-            pair = ScanPair(eqn, eqns[reader], frozenset(alone[reader]), given)
-            if pair.stacks:
-                yield number, reader, pair
+    for number in range(len(eqns)):
+        found = _pair_of(number, eqns, readers, results, given)
+        if found is not None:
+            yield number, *found
+
+
+def _pair_of(
+    number: int,
+    eqns: Sequence[JaxprEqn],
+    readers: Mapping[Var, list[int]],
+    results: Collection[Atom],
+    given: Collection[Var],
+) -> tuple[int, ScanPair] | None:
+    """The scan that reads stacks of the one of a number."""
+    eqn = eqns[number]
+    if eqn.primitive.name != "scan" or eqn.effects or eqn.params["jaxpr"].consts:
+        return None
+    alone: dict[int, set[Var]] = {}
+    for _, outer in LoopPhase(eqn).stacks:
+        reading = set(readers.get(outer, ())) if outer not in results else set()
+        if len(reading) == 1 and _reads_slices(eqns[(reader := reading.pop())], eqn, outer):
+            alone.setdefault(reader, set()).add(outer)
+    if not alone:
+        return None
+    reader = max(alone, key=lambda i: (sum(map(bytes_of, alone[i])), -i))
+    pair = ScanPair(eqn, eqns[reader], frozenset(alone[reader]), given)
+    return (reader, pair) if pair.stacks else None
 
 
 def _reads_slices(eqn: JaxprEqn, forward: JaxprEqn, stack: Var) -> bool:
@@ -333,16 +350,16 @@ def _lean(jaxpr: Jaxpr) -> Jaxpr:
     eqns = [_with_lean_body(eqn) for eqn in jaxpr.eqns]
     changed = any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True))
     results, given = set(variables(jaxpr.outvars)), set(jaxpr.invars)
+    readers = readers_of(eqns)
     for number in range(len(eqns)):
-        if eqns[number].primitive.name != "scan":
+        found = _pair_of(number, eqns, readers, results, given)
+        if found is None:
             continue
-        found = (x for x in scan_pairs(eqns, results, given) if x[0] == number)
-        for _, reader, pair in found:
-            cut = pair.cut(_element_price, _price_again)
-            if pair.saved_bytes(cut) > 0:
-                eqns[number], eqns[reader] = pair.rewritten(cut)
-                changed = True
-            break
+        reader, pair = found
+        cut = pair.cut(_element_price, _price_again)
+        if pair.saved_bytes(cut) > 0:
+            eqns[number], eqns[reader] = pair.rewritten(cut)
+            readers, changed = readers_of(eqns), True
     return jaxpr.replace(eqns=eqns) if changed else jaxpr
 
 
