@@ -11,7 +11,8 @@ frameworks' own kernels and waits; how the plans of a set are ordered is what th
 
 Models are planned with a few of their layers, and what one more layer takes is added for the rest,
 which is exact where layers are alike; pipelines with a few microbatches, and what one more takes is
-added likewise, and so for stages where each is whole nodes. `--whole` plans everything as it is.
+added likewise, and so for stages where each is whole nodes, which is close and not exact (two
+pipelines of five stages: 12.63 s for 12.79, 4.70 for 4.72). `--whole` plans everything as it is.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def resized(row: Row, layers: int, microbatches: int, stages: int) -> Row:
 
 
 def expected_seconds(row: Row, whole: bool = False) -> float:
-    """What autopar expects of a step; from smaller ones where that is exact."""
+    """What autopar expects of a step, from smaller ones."""
     if whole or (row.stages == 1 and row.model.layers <= 8) or row.model.inner:
         return planned_seconds(row)
     if row.stages == 1:

@@ -15,6 +15,9 @@ Four sources, each with its hardware:
 - Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),
   tables 3 and 5: the same, with everything recomputed, and with sequence parallelism and the
   attention alone recomputed.
+
+Not copied from a text but written from memory, to be checked against the papers: Korthikanti's
+tables, the TFLOP/s of Narayanan's table 1, and the number of BigScience's links.
 """
 
 from __future__ import annotations

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from autopar.base.cluster import Cluster
 from autopar.base.errors import BatchArgumentError, InexactMicrobatchError
-from autopar.base.options import Options
-from autopar.passes.graph.graph import Graph, batch_sizes
+from autopar.passes.graph.graph import batch_sizes
 from autopar.passes.planner.candidates import Keep, PlannedStep, Report, plan_layout
 from autopar.passes.planner.known_costs import KnownCosts, PricedStages
 from autopar.passes.planner.layouts import StageLayout
 from autopar.passes.planner.more_microbatches import counts_of_stages, worth_trying
+from autopar.passes.planner.searched_step import SearchedStep
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_pricing import price_stages
 from autopar.passes.planner.stage_shardings import memory_limit_of
@@ -29,20 +28,8 @@ from autopar.passes.planner.stages_within import (
 REALIZED = 1.03  # times what is promised, what a planned step takes without that being a surprise
 
 
-class SplitsSteps(Protocol):
-    """A step for which plans are searched (`autopar.passes.planner.layout_search`)."""
-
-    @property
-    def graph(self) -> Graph:
-        """The traced step."""
-
-    @property
-    def options(self) -> Options:
-        """What the user asked for."""
-
-    @property
-    def cluster(self) -> Cluster:
-        """The devices."""
+class PricedStep(SearchedStep, Protocol):
+    """A step for which stages are searched."""
 
     @property
     def report(self) -> Report:
@@ -64,15 +51,12 @@ class SplitsSteps(Protocol):
     def is_long(self) -> bool:
         """Whether the program has so many layers that these are planned first."""
 
-    def split(self, count: int, is_pipeline: bool = False) -> SplitStep:
-        """The step in so many microbatches."""
-
 
 @dataclass(frozen=True)
 class AutomaticStages:
     """The search for stages of a step."""
 
-    search: SplitsSteps
+    search: PricedStep
 
     @property
     def limit(self) -> int:

@@ -13,17 +13,19 @@ import contextlib
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from autopar.base.cluster import Cluster
 from autopar.base.errors import BatchArgumentError, InexactMicrobatchError, OptionError
 from autopar.base.options import Options
+from autopar.base.units import format_microbatches
 from autopar.passes.graph.graph import Graph
 from autopar.passes.planner.candidates import PlannedStep, on_one_mesh
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.least_memory import state_on_devices
 from autopar.passes.planner.planned_stage import PlannedStage
 from autopar.passes.planner.recomputed_steps import RecomputedSteps
+from autopar.passes.planner.recomputing_stages import noted
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import MeshSearch, memory_limit_of
 from autopar.passes.planner.stages_within import seconds_of_best
@@ -52,7 +54,6 @@ class QuickerAgain:
     keep: Callable[[list[PlannedStep]], None]
     made: list[PlannedStep]
     best_seconds: float = math.inf
-    steps: dict[int, RecomputedSteps | None] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -100,7 +101,7 @@ class QuickerAgain:
         missing = part.num_devices * (free.peak.bytes - limit) if free else 0
         if steps.wanted_bytes < missing or not len(steps):
             return
-        self.report(f"computing values again in {count} microbatches, {len(steps)} choices")
+        self.report(f"{format_microbatches(count)}: {len(steps)} ways to compute values again")
         known: dict[int, PlannedStage] = {}
 
         def planned(place: int) -> PlannedStage:
@@ -130,31 +131,18 @@ class QuickerAgain:
             low, high = (low, place) if planned(place).fits else (place, high)
         best = min((x for x in known.values() if x.fits), key=lambda x: x.step_seconds)
         if best.step_seconds < self.seconds:
-            found = on_one_mesh(_noted(best, free), self.cluster, limit)
+            found = on_one_mesh(best if free is None else noted(best, free), self.cluster, limit)
             self.keep([found])
             self.made.append(found)
 
     def _steps(self, count: int) -> RecomputedSteps | None:
         """The choices; None where the step has no one loop over so many microbatches."""
-        if count not in self.steps:
-            try:
-                split = self.split(count, True)
-                self.steps[count] = RecomputedSteps.of(split, self.cluster)
-            except (InexactMicrobatchError, BatchArgumentError, OptionError):
-                self.steps[count] = None
-        return self.steps[count]
+        try:
+            return RecomputedSteps.of(self.split(count, True), self.cluster)
+        except (InexactMicrobatchError, BatchArgumentError, OptionError):
+            return None
 
     def _least_bytes(self, steps: RecomputedSteps) -> int:
         """What all devices hold at the least: the state, and what crosses between layers."""
         state = state_on_devices(self.graph, self.options, self.cluster)
         return state + steps.crossing_bytes
-
-
-def _noted(planned: PlannedStage, free: PlannedStage | None) -> PlannedStage:
-    """A plan that computes again, with what that adds to the one that keeps all."""
-    again = planned.split.recomputation
-    assert again is not None
-    if free is None:
-        return planned
-    again = replace(again, seconds=max(planned.step_seconds - free.step_seconds, 0.0))
-    return replace(planned, split=replace(planned.split, recomputation=again), unlimited=free)

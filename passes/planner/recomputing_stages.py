@@ -55,7 +55,7 @@ def recomputing_stage(
             best = found
         if found is not None and found.fits:
             break
-    return best if best is planned else _noted(best, free)
+    return best if best is planned else noted(best, free)
 
 
 def _order(planned: PlannedStage) -> tuple[bool, float]:
@@ -63,7 +63,7 @@ def _order(planned: PlannedStage) -> tuple[bool, float]:
     return not planned.fits, planned.step_seconds if planned.fits else planned.peak.bytes
 
 
-def _noted(planned: PlannedStage, free: PlannedStage) -> PlannedStage:
+def noted(planned: PlannedStage, free: PlannedStage) -> PlannedStage:
     """A plan that computes values again, with what that adds to the one with any memory."""
     again = planned.split.recomputation
     assert again is not None

@@ -16,7 +16,6 @@ from typing import Any, Protocol, TypeVar
 from autopar.base.cluster import Cluster
 from autopar.base.errors import AutoparError, BatchArgumentError, InexactMicrobatchError
 from autopar.base.options import Options
-from autopar.passes.graph.graph import Graph
 from autopar.passes.microbatch import Analysis
 from autopar.passes.planner.candidates import PlannedStep, plan_layout
 from autopar.passes.planner.layouts import (
@@ -29,6 +28,7 @@ from autopar.passes.planner.layouts import (
 from autopar.passes.planner.least_memory import LeastMemory, state_on_devices
 from autopar.passes.planner.recomputed_steps import recomputed_step
 from autopar.passes.planner.refusals import smallest
+from autopar.passes.planner.searched_step import SearchedStep
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import MeshSearch, memory_limit_of
 from autopar.passes.primitives.factor_rule import Rules
@@ -41,30 +41,15 @@ MOST_NAMED = 3
 DOUBLINGS = 6  # of the nodes
 
 
-class Searched(Protocol):
-    """A step for which plans are searched (`autopar.passes.planner.layout_search`)."""
-
-    @property
-    def graph(self) -> Graph:
-        """The traced step."""
+class Searched(SearchedStep, Protocol):
+    """A step for which changes are tried."""
 
     @property
     def rules(self) -> Rules:
         """Its equations' factor rules."""
 
-    @property
-    def options(self) -> Options:
-        """What the user asked for."""
-
-    @property
-    def cluster(self) -> Cluster:
-        """The devices."""
-
     def analysis(self, count: int) -> Analysis:
         """How the step is split into so many microbatches."""
-
-    def split(self, count: int, is_pipeline: bool = False) -> SplitStep:
-        """The step in so many microbatches."""
 
 
 S = TypeVar("S", bound=Searched)

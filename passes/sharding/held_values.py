@@ -6,11 +6,9 @@ equations. The rules are those of `compiler_rules`, for compilers that fuse at a
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
 from typing import Generic
 
 from autopar.passes.graph.barriers import is_barrier
@@ -56,12 +54,7 @@ class HeldValues(Generic[V]):
 
     def is_held(self, value: V) -> bool:
         """Whether a value is a buffer of its own."""
-        return value in self._held
-
-    @cached_property
-    def _held(self) -> set[V]:
-        own = (v for v, of in self.made_of.items() if len(of) == 1 and v in of)
-        return {v for v in own if v not in self.buffer_of}
+        return value not in self.buffer_of and self.made_of.get(value) == frozenset((value,))
 
     def read_by(self, operands: Sequence[V | None]) -> set[V]:
         """The buffers that an instruction reads."""
@@ -109,54 +102,6 @@ def held_values(
       first_size: of a device's part of a value, along its first dimension.
       waited: what passes a barrier that the program does not have (`run_order.ties`).
     """
-    # Inside, numbers stand for values: these may be nested tuples, slow to hash and to compare.
-    numbers: dict[V, int] = {}
-    for value in itertools.chain(inputs, outputs, *(x.operands + x.results for x in program)):
-        if value is not None:
-            numbers.setdefault(value, len(numbers))
-    values = [*numbers]
-
-    def by_number(property_of: Callable[[V], int]) -> Callable[[int], int]:
-        return cache(lambda number: property_of(values[number]))
-
-    found = _held_numbers(
-        [
-            InstructionValues(
-                x.eqn,
-                tuple(None if v is None else numbers[v] for v in x.operands),
-                tuple(numbers[v] for v in x.results),
-                x.is_slice,
-                x.is_masked,
-            )
-            for x in program
-        ],
-        [numbers[v] for v in inputs],
-        [numbers[v] for v in outputs],
-        by_number(num_bytes),
-        by_number(num_elements),
-        rules,
-        {numbers[v] for v in waited if v in numbers},
-        by_number(first_size),
-    )
-    return HeldValues(
-        {values[v]: values[of] for v, of in found.buffer_of.items()},
-        {values[v]: frozenset([values[x] for x in of]) for v, of in found.made_of.items()},
-        {values[v]: values[product] for v, product in found.epilogue_of.items()},
-        {values[v] for v in found.together},
-    )
-
-
-def _held_numbers(
-    program: Sequence[InstructionValues[V]],
-    inputs: Collection[V],
-    outputs: Collection[V],
-    num_bytes: Callable[[V], int],
-    num_elements: Callable[[V], int],
-    rules: CompilerRules,
-    waited: Collection[V],
-    first_size: Callable[[V], int],
-) -> HeldValues[V]:
-    """`held_values` of values that are quick to hash."""
     buffer_of = _names(program, num_bytes)
 
     def root(value: V) -> V:

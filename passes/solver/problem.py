@@ -76,6 +76,10 @@ class Problem:
                     f"node {i}: costs and usages must be int64 arrays, "
                     f"they are {costs.dtype} and {usage.dtype}"
                 )
+            if usage.min() < 0:
+                raise ProblemError(f"node {i}: a usage is negative ({usage.min()})")
+            if costs.min() <= -FORBIDDEN:
+                raise ProblemError(f"node {i}: the cost {costs.min()} is out of range")
             if interval[0] > interval[1]:
                 raise ProblemError(f"node {i}: its interval {interval} ends before it starts")
             if interval[0] < -(2**63) or interval[1] >= 2**63:
@@ -89,19 +93,10 @@ class Problem:
                 raise ProblemError(f"edge {e}: costs of shape {matrix.shape}, expected {shape}")
             if matrix.dtype != np.int64:
                 raise ProblemError(f"edge {e}: costs must be an int64 array, it is {matrix.dtype}")
-        self._check_numbers()
+            if matrix.min() <= -FORBIDDEN:
+                raise ProblemError(f"edge {e}: the cost {matrix.min()} is out of range")
         if self.usage_limit is not None and self.usage_limit < 0:
             raise ProblemError(f"the usage limit is negative ({self.usage_limit})")
-
-    def _check_numbers(self) -> None:
-        """Look at all numbers at once: one by one only to say which table is wrong."""
-        if _least(self.usages) < 0:
-            i = next(i for i, usage in enumerate(self.usages) if usage.min() < 0)
-            raise ProblemError(f"node {i}: a usage is negative ({self.usages[i].min()})")
-        for what, tables in (("node", self.node_costs), ("edge", self.edge_costs)):
-            if _least(tables) <= -FORBIDDEN:
-                i = next(i for i, costs in enumerate(tables) if costs.min() <= -FORBIDDEN)
-                raise ProblemError(f"{what} {i}: the cost {tables[i].min()} is out of range")
 
     @property
     def num_nodes(self) -> int:
@@ -127,8 +122,3 @@ class Problem:
             f"{self.name}: {self.num_nodes} nodes, {strategies} strategies, "
             f"{len(self.edges)} edges, usage limit {self.usage_limit}"
         )
-
-
-def _least(tables: Sequence[Integers]) -> int:
-    """The least number of all tables; 0 if there are none."""
-    return int(np.concatenate([table.ravel() for table in tables]).min()) if tables else 0

@@ -98,18 +98,15 @@ def _settle(model: Model, dominance: bool, stop: Stop) -> bool:
 
 def _look_at_edge(model: Model, u: int, v: int) -> None:
     matrix = model.edges[u][v]
-    if np.maximum.reduce(matrix, axis=None) < INFINITE:
-        cell = matrix.item
-        if cell(-1, -1) - cell(-1, 0) != cell(0, -1) - cell(0, 0):
-            return
+    finite = matrix < INFINITE
+    if finite.all():
         first, row = matrix[:, :1], matrix[0] - matrix[0, 0]
-        if (matrix - first == row).all():
+        if matrix[-1, -1] - first[-1, 0] == row[-1] and (matrix - first == row).all():
             model.remove_edge(u, v)
             model.add_costs(u, first[:, 0])
             model.add_costs(v, row - int(row.min()))
             model.offset += int(row.min())
         return
-    finite = matrix < INFINITE
     per_row, per_column = finite.sum(axis=1), finite.sum(axis=0)
     empty = [(end, kept) for end, kept in ((u, per_row), (v, per_column)) if not kept.all()]
     for end, kept in empty:
