@@ -29,6 +29,7 @@ LAYERS, WIDTH, HEADS, LENGTH, ROWS, VOCABULARY = 16, 1024, 8, 1024, 64, 32000
 WAYS = {  # whether layers have `jax.checkpoint`, and the option
     "auto": (False, "auto"),
     "jax.checkpoint": (True, "auto"),
+    "override": (True, "override"),
     "none": (False, "none"),
 }
 

@@ -15,6 +15,7 @@ from autopar.passes.experts.by_example import by_example
 from autopar.passes.graph.casts_after import with_casts_after
 from autopar.passes.graph.casts_ahead import with_casts_ahead
 from autopar.passes.graph.graph import Graph
+from autopar.passes.graph.sunk_constants import with_sunk_constants
 from autopar.passes.padding.pad import padded_graph
 from autopar.passes.padding.uneven import loops_to_pad
 from autopar.passes.planner.asked_loops import with_asked_loops
@@ -61,6 +62,7 @@ def planned_graphs(graph: Graph, options: Options, cluster: Cluster) -> tuple[Gr
     Where parameters may be stored cut, they are cast so; rows are sorted for each example. None:
     that changes nothing.
     """
+    graph = with_sunk_constants(graph)
     if options.remat == "override":
         graph = without_checkpoints(graph)
     if options.remat != "none":

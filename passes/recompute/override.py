@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from jax.extend.core import Var
+from collections.abc import Collection
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import (
@@ -11,20 +13,58 @@ from autopar.passes.graph.graph import (
     eliminate_dead_code,
     merge_equal_equations,
     read_atom,
+    readers_of,
+    variables,
     with_jaxpr,
 )
+from autopar.passes.recompute.computed_before import ComputedBefore, EqualValues
+from autopar.passes.recompute.scan_stacks import scan_pairs
 
 
 def without_checkpoints(graph: Graph) -> Graph:
-    """The same step, in which nothing is computed twice."""
+    """The same step, in which nothing is computed twice.
+
+    A backward scan computes again what the forward scan has computed in another loop: here the
+    forward scan stacks what the derivatives read, as it would without `jax.checkpoint`.
+    """
+    return with_jaxpr(graph, _without(graph.jaxpr))
+
+
+def _without(jaxpr: Jaxpr) -> Jaxpr:
     env: dict[Var, Atom] = {}
-    eqns = []
-    for eqn in graph.jaxpr.eqns:
+    eqns = list[JaxprEqn]()
+    for eqn in jaxpr.eqns:
         operands = [read_atom(env, atom) for atom in eqn.invars]
         if is_barrier(eqn):
             env.update(zip(eqn.outvars, operands, strict=True))
         else:
-            eqns.append(eqn.replace(invars=operands))
-    outvars = [read_atom(env, atom) for atom in graph.jaxpr.outvars]
-    jaxpr = graph.jaxpr.replace(eqns=eqns, outvars=outvars)
-    return with_jaxpr(graph, eliminate_dead_code(merge_equal_equations(jaxpr)))
+            eqns.append(_with_plain_body(eqn.replace(invars=operands)))
+    outvars = [read_atom(env, atom) for atom in jaxpr.outvars]
+    eqns = _with_whole_stacks(eqns, set(variables(outvars)), set(jaxpr.invars))
+    jaxpr = jaxpr.replace(eqns=eqns, outvars=outvars)
+    return eliminate_dead_code(merge_equal_equations(jaxpr))
+
+
+def _with_plain_body(eqn: JaxprEqn) -> JaxprEqn:
+    """A scan whose body computes nothing twice."""
+    if eqn.primitive.name != "scan":
+        return eqn
+    closed = eqn.params["jaxpr"]
+    body = ClosedJaxpr(_without(closed.jaxpr), closed.consts)
+    return eqn.replace(params={**eqn.params, "jaxpr": body})
+
+
+def _with_whole_stacks(
+    eqns: list[JaxprEqn], results: Collection[Var], given: Collection[Var]
+) -> list[JaxprEqn]:
+    """The equations of a scope, whose backward scans read what forward scans have computed."""
+    pairs = [(number, reader) for number, reader, _ in scan_pairs(eqns, results, given)]
+    values = EqualValues.of(eqns) if pairs else None
+    eqns = [*eqns]
+    for number, reader in pairs:
+        assert values is not None
+        computed = ComputedBefore(eqns[number], eqns[reader], values)
+        if computed.again:
+            others = {var for var, by in readers_of(eqns).items() if by != [reader]}
+            eqns[number], eqns[reader] = computed.rewritten(others.union(results))
+    return eqns
