@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import (
@@ -60,17 +60,17 @@ def _with_sunk(scan: JaxprEqn, eqns: Sequence[JaxprEqn], nothing: Collection[Var
     if scan.primitive.name != "scan" or scan.params["jaxpr"].consts:
         return scan
     loop = LoopPhase(scan)
-    large = {outer for outer in loop.consts.values() if outer in nothing}
-    large = {outer for outer in large if outer.aval.size >= LARGE}
+    consts = variables(loop.consts.values())
+    large = {outer for outer in consts if outer in nothing and outer.aval.size >= LARGE}
     if large:
         names: dict[Var, Atom] = {}
         made = [_renamed(eqns[number], names) for number in sorted(made_from(eqns, large))]
         pairs = loop.consts.items()
-        same = {inner: names[outer] for inner, outer in pairs if outer in large}
+        same = {x: names[y] for x, y in pairs if not isinstance(y, Literal) and y in large}
         made += (eqn.replace(invars=_read(same, eqn.invars)) for eqn in loop.body.eqns)
         scan = scan_like(
             scan,
-            [pair for pair in pairs if pair[1] not in large],
+            [pair for pair in pairs if pair[0] not in same],
             [replace(item, result=read_atom(same, item.result)) for item in loop.accumulators],
             [*loop.slices.items()],
             [(read_atom(same, atom), outer) for atom, outer in loop.stacks],

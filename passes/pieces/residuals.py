@@ -10,7 +10,7 @@ operations have a price too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from autopar.passes.graph.jumps import is_jump
 from autopar.passes.pieces.wiring import has_effect
@@ -25,6 +25,7 @@ def computed_again(
     size: Callable[[ShardedValue], int],
     held: Collection[ShardedValue],
     changing: Collection[ShardedValue],
+    prices: Mapping[str, int] = PRICES,
 ) -> list[Instruction]:
     """What a later task should compute again, of what is `wanted`; the rest it takes from F.
 
@@ -34,6 +35,7 @@ def computed_again(
       size: bytes of a version on one device.
       held: versions that are there anyway when the task runs.
       changing: versions that are no longer what they were when F ran.
+      prices: of an element that a primitive computes again.
     """
     maker = {v: number for number, x in enumerate(forward) for v in writes(x)}
 
@@ -42,7 +44,7 @@ def computed_again(
         x = forward[number]
         if not isinstance(x, Compute) or x.once or has_effect(x) or is_jump(x.eqn):
             return None
-        price = PRICES.get(x.eqn.primitive.name)
+        price = prices.get(x.eqn.primitive.name)
         if price is None or any(v in changing for v in reads(x)):
             return None
         return price * sum(size(v) // itemsize(v.atom.aval) for v in writes(x))

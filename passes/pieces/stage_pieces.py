@@ -23,6 +23,7 @@ from autopar.passes.sharding.spmd_program import (
     reads,
     writes,
 )
+from autopar.passes.slicing.cheapest_cut import prices_on
 
 TASKS: tuple[Task, ...] = ("F", "B", "W")
 _KINDS: tuple[PieceKind, PieceKind] = ("prologue", "epilogue")
@@ -104,6 +105,7 @@ def body_by_task(
             *(inner for _, inner in stage.edge.carry),
             *(inner for _, inner in stage.edge.carry_results if not is_literal(inner)),
         },
+        prices=prices_on(stage.program.rules.backend),
     )
     return groups | {backward: before_readers(again, groups[backward])}
 

@@ -125,9 +125,9 @@ def find_bound(
 ) -> OneMeshBound | None:
     """The microbatches with which one mesh may fit and be quicker than what fits elsewhere.
 
-    From one number that does not fit to the first that may; what is told of twice as many by fewer
-    rows is not priced again where it surely fits (not by the whole batch at once, which has no
-    gradients to add up). Where nothing fits elsewhere, so that no number is too slow, the largest
+    From one number that does not fit, or only by what takes too long, to the first that may; what is
+    told of twice as many by fewer rows is not priced again where it surely fits (not by the whole
+    batch at once, which has no gradients to add up). Where nothing fits elsewhere, so that no number is too slow, the largest
     `even` number is priced next, or the most, and then those in the middle. Where layers meet
     better than each has it alone, a whole plan takes less, hence the margin; that of the whole
     batch is larger. More microbatches only take longer.
@@ -153,9 +153,8 @@ def find_bound(
         if min(free.values(), default=math.inf) > longest:
             return None
         fitting = costs.fitting(count, limit)
-        if fitting:
-            known = {**free, **fitting}
-            return None if min(fitting.values()) > longest else OneMeshBound(count, known)
+        if fitting and min(fitting.values()) <= longest:
+            return OneMeshBound(count, {**free, **fitting})
         longest, counts = MARGIN * best_seconds, counts[1:]
         if count > 1:  # layers of the whole batch at once say too much of seconds and bytes
             counts = [more for more in counts if costs.may_do(count, more, limit, longest)]

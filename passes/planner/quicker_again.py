@@ -4,7 +4,7 @@ What does not fit with everything kept may fit with more microbatches, with othe
 computing again, and which of these is quickest depends on the model. So before a step is solved
 within the memory or divided further, the choices of `passes/recompute/choice.py` are tried on the
 best of its meshes: what they need at the peak is nearly linear in what they save, so few of them
-are planned.
+are planned. Where the least that can be kept is a little too much, it is solved within the memory.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from autopar.base.cluster import Cluster
 from autopar.base.errors import BatchArgumentError, InexactMicrobatchError, OptionError
@@ -27,7 +28,7 @@ from autopar.passes.planner.planned_stage import PlannedStage
 from autopar.passes.planner.recomputed_steps import RecomputedSteps
 from autopar.passes.planner.recomputing_stages import noted
 from autopar.passes.planner.split_step import SplitStep
-from autopar.passes.planner.stage_shardings import MeshSearch, memory_limit_of
+from autopar.passes.planner.stage_shardings import HOPELESS, MeshSearch, memory_limit_of
 from autopar.passes.planner.stages_within import seconds_of_best
 from autopar.passes.sharding.restrict import check_batch
 
@@ -104,17 +105,25 @@ class QuickerAgain:
         self.report(f"{format_microbatches(count)}: {len(steps)} ways to compute values again")
         known: dict[int, PlannedStage] = {}
 
+        @cache
+        def search(place: int) -> MeshSearch:
+            return MeshSearch.of(steps[place], mesh, self.options, part, None, None)
+
         def planned(place: int) -> PlannedStage:
             if place not in known:
-                search = MeshSearch.of(steps[place], mesh, self.options, part, None, None)
-                known[place] = search.free()
+                known[place] = search(place).free()
             return known[place]
 
         sizes = [choice.saved_bytes for choice in steps.values.family]
         low, high = -1, len(sizes) - 1
-        if not planned(high).fits:
-            return
-        for _ in range(TRIES):
+        smallest = planned(high)
+        if not smallest.fits:  # other shards do, perhaps
+            if smallest.peak.bytes > HOPELESS * limit or smallest.least_seconds > self.seconds:
+                return
+            known[high] = search(high).within(smallest)
+            if not known[high].fits:
+                return
+        for _ in range(TRIES if smallest.fits else 0):
             if high - low < 2:
                 break
             beyond = planned(high).peak.bytes

@@ -25,6 +25,7 @@ from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.override import without_checkpoints
 from autopar.passes.recompute.scan_stacks import with_lean_stacks
 from autopar.passes.sharding.compiler_rules import rules_of
+from autopar.passes.slicing.cheapest_cut import prices_on
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def planned_graphs(graph: Graph, options: Options, cluster: Cluster) -> tuple[Gr
     if options.remat == "override":
         graph = without_checkpoints(graph)
     if options.remat != "none":
-        graph = with_lean_stacks(graph)
+        graph = with_lean_stacks(graph, prices_on(rules_of(cluster.device.name).backend))
     made = by_example(graph)
     kept = [made]
     if made.jaxpr is not graph.jaxpr:

@@ -28,7 +28,7 @@ class EqualValues(NamedTuple):
     """The first of equal equations by what makes them equal, and what is made of nothing."""
 
     first: dict[Hashable, JaxprEqn]
-    nothing: set[Atom]
+    nothing: set[Var]
     names: Names
 
     @classmethod
@@ -41,10 +41,10 @@ class EqualValues(NamedTuple):
 
     def is_of_nothing(self, eqn: JaxprEqn, names: Names) -> bool:
         """Whether an equation computes with numbers alone; its results are named then."""
-        operands = (read_atom(names, var) for var in variables(eqn.invars))
-        if not self.nothing.issuperset(operands) or not self.name(eqn, names):
+        operands = [read_atom(names, atom) for atom in eqn.invars]
+        if not self.nothing.issuperset(variables(operands)) or not self.name(eqn, names):
             return False
-        self.nothing.update(read_atom(names, var) for var in eqn.outvars)
+        self.nothing.update(variables(read_atom(names, var) for var in eqn.outvars))
         return True
 
     def name(self, eqn: JaxprEqn, names: Names) -> bool:
@@ -71,7 +71,8 @@ class EqualValues(NamedTuple):
 def _key(eqn: JaxprEqn, names: Names) -> Hashable:
     if eqn.effects or eqn.primitive.name in DISTINCT:
         return None
-    key: Hashable = equation_key(eqn, names)
+    named = eqn.replace(invars=[read_atom(names, atom) for atom in eqn.invars])
+    key: Hashable = equation_key(named)
     return key
 
 
@@ -97,16 +98,16 @@ class ComputedBefore:
     def again(self) -> Names:
         """What the backward body computes again, and the forward body's variables for it."""
         first, second = self._loops
-        names, inputs = Names(), dict[tuple[Atom, bool], Var]()
-        for inner, place in _inputs(first, self.values):
-            same = place[0] if place[0] in self.values.nothing else inputs.setdefault(place, inner)
-            names[inner] = same
+        names, inputs = Names(), dict[tuple[Var, bool], Var]()
+        for inner, outer, sliced in _inputs(first, self.values):
+            fixed = isinstance(outer, Literal) or outer in self.values.nothing
+            names[inner] = outer if fixed else inputs.setdefault((outer, sliced), inner)
         for eqn in first.body.eqns:
             self.values.is_of_nothing(eqn, names) or self.values.name(eqn, names)
         known = Names()
         stacks = {outer: read_atom(names, atom) for atom, outer in first.stacks}
-        for inner, (outer, sliced) in _inputs(second, self.values):
-            if outer in self.values.nothing:
+        for inner, outer, sliced in _inputs(second, self.values):
+            if isinstance(outer, Literal) or outer in self.values.nothing:
                 known[inner] = outer
             elif sliced and outer in stacks:
                 known[inner] = stacks[outer]
@@ -155,12 +156,11 @@ class ComputedBefore:
         return forward, scan_like(self.backward, consts, carries, slices, results, eqns)
 
 
-def _inputs(loop: LoopPhase, values: EqualValues) -> list[tuple[Var, tuple[Atom, bool]]]:
+def _inputs(loop: LoopPhase, values: EqualValues) -> list[tuple[Var, Atom, bool]]:
     """What a body is given beside what it carries: the value outside, and whether it is sliced."""
-    pairs = [*((inner, outer, False) for inner, outer in loop.consts.items())]
-    pairs += [(inner, outer, True) for inner, outer in loop.slices.items()]
+    kinds = (loop.consts, False), (loop.slices, True)
     return [
-        (inner, (read_atom(values.names, outer), sliced))
-        for inner, outer, sliced in pairs
-        if not isinstance(outer, Literal)
+        (inner, read_atom(values.names, outer), sliced)
+        for pairs, sliced in kinds
+        for inner, outer in pairs.items()
     ]

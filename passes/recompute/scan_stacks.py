@@ -337,17 +337,25 @@ def _reads_slices(eqn: JaxprEqn, forward: JaxprEqn, stack: Var) -> bool:
     return not any(atom is stack for atom in (*consts, *carries))
 
 
-def with_lean_stacks(graph: Graph) -> Graph:
+def with_lean_stacks(graph: Graph, prices: Mapping[str, int] = PRICES) -> Graph:
     """The same program, whose scans stack nothing that is quicker to compute again than to keep.
 
     Only element by element: that is fused into what reads it, and costs no memory.
+
+    Args:
+      graph: the program.
+      prices: of an element that a primitive computes again.
     """
-    jaxpr = _lean(graph.jaxpr)
+    jaxpr = _lean(graph.jaxpr, prices)
     return graph if jaxpr is graph.jaxpr else with_jaxpr(graph, jaxpr)
 
 
-def _lean(jaxpr: Jaxpr) -> Jaxpr:
-    eqns = [_with_lean_body(eqn) for eqn in jaxpr.eqns]
+def _lean(jaxpr: Jaxpr, prices: Mapping[str, int]) -> Jaxpr:
+    def again(eqn: JaxprEqn) -> int | None:
+        price = prices.get(eqn.primitive.name)
+        return None if price is None else price * sum(int(v.aval.size) for v in eqn.outvars)
+
+    eqns = [_with_lean_body(eqn, prices) for eqn in jaxpr.eqns]
     changed = any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True))
     results, given = set(variables(jaxpr.outvars)), set(jaxpr.invars)
     readers = readers_of(eqns)
@@ -356,28 +364,19 @@ def _lean(jaxpr: Jaxpr) -> Jaxpr:
         if found is None:
             continue
         reader, pair = found
-        cut = pair.cut(_element_price, _price_again)
+        cut = pair.cut(lambda var, number: KEPT * bytes_of(var), again)
         if pair.saved_bytes(cut) > 0:
             eqns[number], eqns[reader] = pair.rewritten(cut)
             readers, changed = readers_of(eqns), True
     return jaxpr.replace(eqns=eqns) if changed else jaxpr
 
 
-def _with_lean_body(eqn: JaxprEqn) -> JaxprEqn:
+def _with_lean_body(eqn: JaxprEqn, prices: Mapping[str, int]) -> JaxprEqn:
     """A scan with other scans in its body, these with lean stacks."""
     if eqn.primitive.name != "scan":
         return eqn
     closed = eqn.params["jaxpr"]
-    body = _lean(closed.jaxpr)
+    body = _lean(closed.jaxpr, prices)
     if body is closed.jaxpr:
         return eqn
     return eqn.replace(params={**eqn.params, "jaxpr": ClosedJaxpr(body, closed.consts)})
-
-
-def _element_price(var: Var, number: int | None) -> int:
-    return KEPT * bytes_of(var)
-
-
-def _price_again(eqn: JaxprEqn) -> int | None:
-    price = PRICES.get(eqn.primitive.name)
-    return None if price is None else price * sum(int(v.aval.size) for v in eqn.outvars)

@@ -8,7 +8,7 @@ where the forward pass begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from autopar.passes.graph.primitives import CHEAP, ROOTS, TRANSCENDENTAL
@@ -19,9 +19,25 @@ Value = TypeVar("Value", bound=Hashable)
 # Prices are for one element, in eighths of a byte that is moved; they are estimates. Moving a byte
 # takes some ten vector operations. What is kept is moved twice.
 KEPT = 2 * 8
-# On a CPU core a tanh takes longer than keeping it; a GPU would gain by computing it again.
-_GROUPS = ((CHEAP, 1), (ROOTS, 2 * 8), (TRANSCENDENTAL, 10 * 8))
-PRICES = {name: price for names, price in _GROUPS for name in names}
+
+
+def _prices(transcendental_bytes: int) -> dict[str, int]:
+    groups = (CHEAP, 1), (ROOTS, 2 * 8), (TRANSCENDENTAL, transcendental_bytes * 8)
+    return {name: price for names, price in groups for name in names}
+
+
+# By the name of the primitive. On a CPU core a tanh takes longer than keeping it. An H100 computes
+# 16 exponentials in each of its 132 SMs in a clock of 1.7 GHz ("CUDA C++ Programming Guide",
+# arithmetic instructions) and moves 3.35 TB/s: one in the time of a byte. A function is one or two;
+# TPUs have units for them as well.
+PRICES = _prices(10)
+ACCELERATORS_PRICES = _prices(2)
+
+
+def prices_on(backend: str) -> Mapping[str, int]:
+    """What computing an element again costs on a backend, by the name of the primitive."""
+    return PRICES if backend == "cpu" else ACCELERATORS_PRICES
+
 
 _LARGEST = 2**60
 LARGEST_PRICE = _LARGEST >> 12
