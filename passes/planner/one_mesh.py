@@ -157,7 +157,8 @@ def find_bound(
             return OneMeshBound(count, {**free, **fitting})
         longest, counts = MARGIN * best_seconds, counts[1:]
         if count > 1:  # layers of the whole batch at once say too much of seconds and bytes
-            counts = [more for more in counts if costs.may_do(count, more, limit, longest)]
+            nearly = int(MAY_MEET * limit)  # of so many more rows it is a guess
+            counts = [more for more in counts if costs.may_do(count, more, nearly, longest)]
         if count > 1 and counts and counts[0] <= NEAR * count:  # one has no sums
             near = costs.fitting(counts[0], int(SURELY * limit), count)
             if near and min(near.values()) <= longest:
