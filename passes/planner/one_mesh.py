@@ -125,12 +125,12 @@ def find_bound(
 ) -> OneMeshBound | None:
     """The microbatches with which one mesh may fit and be quicker than what fits elsewhere.
 
-    From one number that does not fit, or only by what takes too long, to the first that may; what is
-    told of twice as many by fewer rows is not priced again where it surely fits (not by the whole
-    batch at once, which has no gradients to add up). Where nothing fits elsewhere, so that no number is too slow, the largest
-    `even` number is priced next, or the most, and then those in the middle. Where layers meet
-    better than each has it alone, a whole plan takes less, hence the margin; that of the whole
-    batch is larger. More microbatches only take longer.
+    From one number that does not fit, or only by what takes too long, to the first that may; what
+    is told of twice as many by fewer rows is not priced again where it surely fits (not by the
+    whole batch at once, which has no gradients to add up). Where nothing fits elsewhere, so that no
+    number is too slow, the largest `even` number is priced next, or the most, and then those in the
+    middle. Where layers meet better than each has it alone, a whole plan takes less, hence the
+    margin; that of the whole batch is larger. More microbatches only take longer.
 
     Args:
       counts: numbers of microbatches, ascending.

@@ -12,12 +12,12 @@ beginning is taken, so layers that are alike are treated alike.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 from autopar.arrays.typed_keys import is_key
@@ -36,6 +36,8 @@ Seconds = Callable[[JaxprEqn], float]
 
 _UNITS = 1e15  # of a second, for capacities
 _PRICES_TRIED = 24
+HARDLY = 0.002  # of the most that a choice saves: what saves so little more is not looked at
+_PRICES_APART = 1.25  # times a price, the next one that is not tried apart from it
 HOST_SHARES = (
     0.25,
     0.5,
@@ -170,19 +172,40 @@ class KeptValues:
     @cached_property
     def family(self) -> tuple[KeptChoice, ...]:
         """The different choices, from the one that saves least to the one that keeps least."""
-        lowest, highest = self._prices()
         found: dict[object, KeptChoice] = {}
-        for price in np.geomspace(lowest, highest, _PRICES_TRIED) if highest else ():
-            kept = self.at(float(price), every_layer=not self.at_once)
+        for kept in self._at_prices():
             if kept.again or any(cut.again for _, cut in kept.scans):
                 found.setdefault((kept.values, kept.scans), kept)
-        family = sorted(found.values(), key=lambda kept: kept.saved_bytes)
+        family = list[KeptChoice]()
+        hardly = HARDLY * max((kept.saved_bytes for kept in found.values()), default=0)
+        for kept in sorted(found.values(), key=lambda kept: kept.saved_bytes):
+            if not family or kept.saved_bytes > family[-1].saved_bytes + hardly:
+                family.append(kept)
         if self.host_price:
             prices = dict.fromkeys((self.host_price, *(kept.price for kept in family[-1:])))
             hosting = [self.hosting(price, share) for price in prices for share in HOST_SHARES]
             hosting.sort(key=lambda kept: kept.saved_bytes)
             family += [kept for kept in hosting if kept.hosted]
         return tuple(family)
+
+    def _at_prices(self) -> list[KeptChoice]:
+        """The choices at some prices, more of these where choices differ most in what they save."""
+        lowest, highest = self._prices()
+        if not highest:
+            return []
+        found = [self.at(price, every_layer=not self.at_once) for price in (lowest, highest)]
+        while len(found) < _PRICES_TRIED:
+            pairs = [
+                (one.saved_bytes - other.saved_bytes, number)
+                for number, (one, other) in enumerate(itertools.pairwise(found))
+                if other.price > _PRICES_APART * one.price and other.saved_bytes > one.saved_bytes
+            ]
+            if not pairs:
+                break
+            _, number = min(pairs)
+            middle = math.sqrt(found[number].price * found[number + 1].price)
+            found.insert(number + 1, self.at(middle, every_layer=not self.at_once))
+        return found
 
     def hosting(self, price: float, share: float) -> KeptChoice:
         """The best choice at a price, whose kept values are in the hosts' memory.
