@@ -176,10 +176,11 @@ class KeptValues:
         for kept in self._at_prices():
             if kept.again or any(cut.again for _, cut in kept.scans):
                 found.setdefault((kept.values, kept.scans), kept)
-        family = list[KeptChoice]()
-        hardly = HARDLY * max((kept.saved_bytes for kept in found.values()), default=0)
-        for kept in sorted(found.values(), key=lambda kept: kept.saved_bytes):
-            if not family or kept.saved_bytes > family[-1].saved_bytes + hardly:
+        choices = sorted(found.values(), key=lambda kept: kept.saved_bytes)
+        hardly = HARDLY * choices[-1].saved_bytes if choices else 0
+        family = choices[:1]
+        for kept in choices[1:]:
+            if kept is choices[-1] or kept.saved_bytes > family[-1].saved_bytes + hardly:
                 family.append(kept)
         if self.host_price:
             prices = dict.fromkeys((self.host_price, *(kept.price for kept in family[-1:])))
