@@ -118,8 +118,11 @@ class StageSearch:
           limit: bytes that a device may hold.
           at_most: seconds; what takes longer is not looked for.
         """
-        found = (self._choice(limit, name, at_most) for name in self.schedules)
-        return min((x.step_seconds for x in found if x is not None), default=math.inf)
+        best = math.inf
+        for name in reversed(self.schedules):
+            found = self._choice(limit, name, at_most, better_than=best)
+            best = best if found is None else min(best, found.step_seconds)
+        return best
 
     def of_equal_devices(
         self, limit: int, at_most: float = math.inf
@@ -224,14 +227,19 @@ class StageSearch:
         return tuple(found)
 
     def _choice(
-        self, limit: int, schedule: str, at_most: float, size: int | None = None
+        self,
+        limit: int,
+        schedule: str,
+        at_most: float,
+        size: int | None = None,
+        better_than: float = math.inf,
     ) -> StageChoice | None:
         """The best stages by a schedule, on submeshes of one size or of any.
 
-        Of many units regular ones if they are about as good.
+        Of many units regular ones if they are about as good; none if the best are not better.
         """
         sizes = self._sizes if size is None else [size]
-        choice = self._best(limit, schedule, at_most, sizes)
+        choice = self._best(limit, schedule, min(at_most, better_than), sizes)
         if choice is None or len(choice.stages) < 2:
             return None
         if self._are_alike:
