@@ -103,8 +103,8 @@ class Options:
         mesh all of each layer, and of each iteration of a scan. "auto": what is quickest where not
         all fits: to compute some of it again, on one mesh instead of more microbatches or other
         shards, too. But for "none", scans stack nothing that a few elementwise operations bring
-        back. "override": as "auto", after undoing the program's own `jax.checkpoint` outside of
-        scans.
+        back. "override": as "auto", after undoing the program's own `jax.checkpoint`, in scans as
+        well; an inner scan of a scan's body runs again all the same.
       offload: which arrays of the state lie in the memory of the hosts between steps, and are on
         the devices only while the step computes with them, a few at a time. "none"; "auto": those
         for which that is cheaper than what else would make the step fit, by `host_bandwidth` and
