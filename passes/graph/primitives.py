@@ -279,6 +279,15 @@ FOREIGN = frozenset({"ffi_call", "call_exported", "cudnn_fusion"})
 IDENTITIES = _having("identity")
 
 
+def keeps_order(eqn: JaxprEqn) -> bool:
+    """Whether a transpose moves dimensions of one place alone: the elements stay as they lie."""
+    if eqn.primitive.name != "transpose":
+        return False
+    shape = eqn.invars[0].aval.shape
+    order = [dim for dim in eqn.params["permutation"] if shape[dim] != 1]
+    return order == sorted(order)
+
+
 def is_identity(eqn: JaxprEqn) -> bool:
     """Whether an equation's result is its operand: also what turns dimensions of one place round.
 

@@ -10,6 +10,7 @@ from jax.extend.core import JaxprEqn
 
 from autopar.base.cluster import Cluster
 from autopar.base.plan_records import Recomputation
+from autopar.passes.graph.primitives import keeps_order
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.choice import KeptChoice, KeptValues
@@ -74,7 +75,7 @@ class RecomputedSteps:
             return FUSED * alone if compiler.may_be_fused(eqn) else alone
 
         def writing(eqn: JaxprEqn) -> float:
-            while eqn.primitive.name in VIEWS:
+            while eqn.primitive.name in VIEWS or keeps_order(eqn):
                 number = values.maker_of(eqn.invars[0])
                 if number is None:
                     break

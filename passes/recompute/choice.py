@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,6 +26,7 @@ from autopar.passes.graph.graph import Atom, makers_of, readers_of, variables
 from autopar.passes.graph.jumps import compared, is_jump
 from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.graph.primitives import CONTROL_FLOW
+from autopar.passes.graph.read_whole import read_whole
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.recompute.scan_stacks import ScanPair, StackCut, scan_pairs
 from autopar.passes.slicing.anatomy import Anatomy, bytes_of, dissect
@@ -36,7 +37,7 @@ Seconds = Callable[[JaxprEqn], float]
 
 _UNITS = 1e15  # of a second, for capacities
 _PRICES_TRIED = 24
-HARDLY = 0.002  # of the most that a choice saves: what saves so little more is not looked at
+HARDLY = 0.01  # of the most that a choice saves: what saves so little more is not looked at
 _PRICES_APART = 1.25  # times a price, the next one that is not tried apart from it
 HOST_SHARES = (
     0.25,
@@ -293,7 +294,20 @@ class KeptValues:
             writing = 0.0 if number is None else self.write_seconds_of(eqns[number])
             return 1 + round((price + writing) * bytes_of(var) * _UNITS)
 
-        return pair.cut(keeping, lambda eqn: 1 + round(self.seconds_of(eqn) * _UNITS))
+        inside, slices = read_whole(pair.second.body.eqns), pair.second.slices.items()
+        outer = (x for inner, x in slices if inner in inside and isinstance(x, Var))
+        whole = {pair.stacks[x] for x in outer if x in pair.stacks}
+        return pair.cut(keeping, lambda eqn: self._price_again(eqn, whole))
+
+    def _price_again(self, eqn: JaxprEqn, whole: Container[Var]) -> int:
+        """Of an equation; what is read `whole` afterwards is written as well."""
+        written = sum(bytes_of(var) for var in eqn.outvars if var in whole)
+        return 1 + round((self.seconds_of(eqn) + self.write_seconds_of(eqn) * written) * _UNITS)
+
+    @cached_property
+    def _read_whole(self) -> frozenset[Var]:
+        """What the backward pass reads as it is in memory."""
+        return read_whole([self.parts.body.eqns[number] for number in sorted(self.late)])
 
     def is_given(self, layer: int, var: Var) -> bool:
         """Whether a value is there when the layer's backward pass begins, whatever is kept."""
@@ -363,7 +377,7 @@ class KeptValues:
 
         def again(number: int) -> int | None:
             may = self.may_run_again(number)
-            return 1 + round(self.seconds_of(eqns[number]) * _UNITS) if may else None
+            return self._price_again(eqns[number], self._read_whole) if may else None
 
         read = [var for var in wanted if not self.is_given(layer, var)]
         return cheapest_cut(read, self.maker.get, operands, keeping, again)

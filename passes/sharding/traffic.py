@@ -30,6 +30,7 @@ from autopar.passes.graph.primitives import (
     RESHAPES,
     SCATTERS,
     UNFUSED,
+    keeps_order,
 )
 from autopar.passes.sharding.scopes import value_bytes
 
@@ -142,7 +143,7 @@ class _FusionWalk:
         self, source: Mapping[Var, Var], written: Set[Var], kernels: Mapping[Var, int] | None = None
     ):
         self.source, self.written, self.kernels = source, written, kernels or {}
-        self.levels: dict[Var, int] = defaultdict(int)  # of written values; what enters has 0
+        self.levels: dict[Var, int] = {}  # of written values; what enters has 0
         self.chains: dict[Var, _FusedChain] = {}  # of what is computed where it is read
         self._seen: set[tuple[Var, int]] = set()
         self._open: set[Var] = set()  # what its kernel may go on with
@@ -150,7 +151,7 @@ class _FusionWalk:
     def traffic(self, eqn: JaxprEqn) -> Traffic:
         """That of the next equation."""
         name, results = eqn.primitive.name, eqn.outvars
-        if name in _VIEWS and results[0] in self.source:
+        if results and results[0] in self.source:
             return _NONE
         made = self._chain(eqn)
         if name in CONTROL_FLOW or is_barrier(eqn) or name in _ALONE:
@@ -194,7 +195,7 @@ class _FusionWalk:
             size = value_bytes(var)
             if place == 0 and eqn.primitive.name in _PARTS:
                 size = min(size, value_bytes(eqn.outvars[0]))
-            before = self.levels[var] - (var in self._open)
+            before = self.levels.get(var, 0) - (var in self._open)
             inner = self.chains.get(var) or _FusedChain({var: size}, before)
             for read, bytes_read in inner.frontier.items():
                 frontier[read] = max(frontier.get(read, 0), bytes_read)
@@ -224,7 +225,8 @@ def _views(jaxpr: Jaxpr) -> dict[Var, Var]:
     """For each view of a value: that value."""
     source: dict[Var, Var] = {}
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _VIEWS and isinstance(eqn.invars[0], Var):
+        is_view = eqn.primitive.name in _VIEWS or keeps_order(eqn)
+        if is_view and isinstance(eqn.invars[0], Var):
             source[eqn.outvars[0]] = source.get(eqn.invars[0], eqn.invars[0])
     return source
 

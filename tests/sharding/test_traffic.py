@@ -93,3 +93,31 @@ def test_loops_count_what_a_trip_moves() -> None:
     bytes_moved, _ = totals(loop, row, x)
     # A trip reads its row and the carry, writes the carry and a number.
     assert bytes_moved == 3 * ROW + 4
+
+
+def blocks(depth: int) -> Callable[..., Any]:
+    """Residual blocks, each after a normalization, and their gradient: nothing stops a fusion."""
+
+    def loss_fn(weights: Any, h: Any) -> Any:
+        for w in weights:
+            y = h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)
+            h = h + y @ w
+        return jnp.sum(h * h)
+
+    return jax.grad(loss_fn, argnums=(0, 1))
+
+
+def test_a_residual_stream_is_written_from_block_to_block() -> None:
+    """Every block reads as much as any other, however many there are before it."""
+    moved = [totals(blocks(depth), [x] * depth, x) for depth in (4, 8, 16)]
+    (first, some), (second, more), (third, most) = moved
+    assert third - second == 2 * (second - first)
+    assert most - more == 2 * (more - some)
+
+
+def test_turned_dimensions_of_one_are_views() -> None:
+    wide = jax.ShapeDtypeStruct((N, 1, N), jnp.float32)
+    turned = totals(lambda a, b: jnp.transpose(a, (1, 0, 2))[0] @ b, wide, x)
+    assert turned == totals(lambda a, b: a @ b, x, x)
+    # Others are not.
+    assert totals(lambda a, b: a.T @ b, x, x)[0] > totals(lambda a, b: a @ b, x, x)[0]
