@@ -236,7 +236,8 @@ class StageSearch:
     ) -> StageChoice | None:
         """The best stages by a schedule, on submeshes of one size or of any.
 
-        Of many units regular ones if they are about as good; none if the best are not better.
+        Of many units regular ones if they are about as good; none where the best are not
+        `better_than` so many seconds of a step.
         """
         sizes = self._sizes if size is None else [size]
         choice = self._best(limit, schedule, min(at_most, better_than), sizes)

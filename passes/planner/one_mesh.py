@@ -130,7 +130,8 @@ def find_bound(
     whole batch at once, which has no gradients to add up). Where nothing fits elsewhere, so that no
     number is too slow, the largest `even` number is priced next, or the most, and then those in the
     middle. Where layers meet better than each has it alone, a whole plan takes less, hence the
-    margin; that of the whole batch is larger. More microbatches only take longer.
+    margin; that of the whole batch is larger. What fits with more microbatches may be quicker than
+    what fits with fewer only by other shards; but none is quicker than the fewest with any memory.
 
     Args:
       counts: numbers of microbatches, ascending.

@@ -9,7 +9,7 @@ is made of nothing, as masks are, JAX takes out of a forward scan, but not out o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -17,63 +17,77 @@ from typing import NamedTuple
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 from autopar.passes.graph.graph import Atom, equation_key, made_from, read_atom, variables
-from autopar.passes.graph.microbatched import LoopPhase, scan_like, stacked
+from autopar.passes.graph.microbatched import Carried, LoopPhase, scan_like, stacked
 from autopar.passes.graph.primitives import DISTINCT
 
-Names = dict[Var, Atom]
-"""For each variable the first one that has the same value."""
 
+class OfNothing(NamedTuple):
+    """What the equations of a scope make of numbers alone.
 
-class EqualValues(NamedTuple):
-    """The first of equal equations by what makes them equal, and what is made of nothing."""
+    Args:
+      first: the first of equal equations, by what makes them equal.
+      names: for each result the first one that has its value.
+    """
 
-    first: dict[Hashable, JaxprEqn]
-    nothing: set[Var]
-    names: Names
+    first: Mapping[Hashable, JaxprEqn]
+    names: Mapping[Var, Atom]
 
     @classmethod
-    def of(cls, eqns: Sequence[JaxprEqn]) -> EqualValues:
-        """What the equations of a scope make of nothing."""
-        values = cls({}, set(), {})
+    def of(cls, eqns: Sequence[JaxprEqn]) -> OfNothing:
+        """Of a scope's equations, in order."""
+        numbers = _Numbering(cls({}, {}))
         for eqn in eqns:
-            values.is_of_nothing(eqn, values.names)
-        return values
+            numbers.name_of_nothing(eqn, numbers.names)
+        return cls(numbers.first, numbers.names)
 
-    def is_of_nothing(self, eqn: JaxprEqn, names: Names) -> bool:
-        """Whether an equation computes with numbers alone; its results are named then."""
-        operands = [read_atom(names, atom) for atom in eqn.invars]
-        if not self.nothing.issuperset(variables(operands)) or not self.name(eqn, names):
+
+class _Numbering:
+    """Names for values, under which equal ones are one; it grows while equations are named."""
+
+    def __init__(self, outside: OfNothing):
+        self.first = {**outside.first}
+        self.names: dict[Var, Atom] = {**outside.names}
+        self.nothing = set(variables(outside.names.values()))  # names of what is made of nothing
+
+    def name_of_nothing(self, eqn: JaxprEqn, names: dict[Var, Atom]) -> bool:
+        """Name the results of an equation that reads only what is made of nothing, if it does."""
+        operands = variables(read_atom(names, atom) for atom in eqn.invars)
+        if not self.nothing.issuperset(operands) or not self.name(eqn, names):
             return False
         self.nothing.update(variables(read_atom(names, var) for var in eqn.outvars))
         return True
 
-    def name(self, eqn: JaxprEqn, names: Names) -> bool:
+    def name(self, eqn: JaxprEqn, names: dict[Var, Atom]) -> bool:
         """Name the results of an equation, the first of its kind or not; False: it has no equal."""
         key = _key(eqn, names)
         if key is None:
             return False
-        before = self.first.setdefault(key, eqn)
+        if _lacks(self.first.setdefault(key, eqn), eqn):
+            self.first[key] = eqn
+        names.update(zip(eqn.outvars, self.first[key].outvars, strict=True))
+        return True
+
+    def name_again(self, eqn: JaxprEqn, names: dict[Var, Atom]) -> bool:
+        """Name the results of an equation that is not the first of its kind, if it is not."""
+        before = self.first.get(_key(eqn, names))
+        if before is None or _lacks(before, eqn):
+            return False
         names.update(zip(eqn.outvars, before.outvars, strict=True))
         return True
 
-    def are_known(self, eqn: JaxprEqn, names: Names) -> bool:
-        """Name the results of an equation that has an equal before; whether it has."""
-        before = self.first.get(_key(eqn, names))
-        if before is None:
-            return False
-        pairs = list(zip(eqn.outvars, before.outvars, strict=True))
-        if any(isinstance(y, DropVar) and not isinstance(x, DropVar) for x, y in pairs):
-            return False  # that one does not keep what is needed here
-        names.update(pairs)
-        return True
 
-
-def _key(eqn: JaxprEqn, names: Names) -> Hashable:
+def _key(eqn: JaxprEqn, names: Mapping[Var, Atom]) -> Hashable:
     if eqn.effects or eqn.primitive.name in DISTINCT:
         return None
     named = eqn.replace(invars=[read_atom(names, atom) for atom in eqn.invars])
     key: Hashable = equation_key(named)
     return key
+
+
+def _lacks(before: JaxprEqn, eqn: JaxprEqn) -> bool:
+    """Whether an equation drops what an equal one keeps."""
+    pairs = zip(before.outvars, eqn.outvars, strict=True)
+    return any(isinstance(x, DropVar) and not isinstance(y, DropVar) for x, y in pairs)
 
 
 @dataclass(frozen=True)
@@ -83,84 +97,109 @@ class ComputedBefore:
     Args:
       forward: the scan that stacks.
       backward: the scan that reads.
-      values: what is known of the scope of both.
+      outside: what the scope of both makes of nothing.
     """
 
     forward: JaxprEqn
     backward: JaxprEqn
-    values: EqualValues
+    outside: OfNothing
 
     @cached_property
     def _loops(self) -> tuple[LoopPhase, LoopPhase]:
         return LoopPhase(self.forward), LoopPhase(self.backward)
 
     @cached_property
-    def again(self) -> Names:
-        """What the backward body computes again, and the forward body's variables for it."""
+    def again(self) -> Mapping[Var, Var]:
+        """What the backward body computes again, and the forward body's variables for it.
+
+        Two scans may have one body, so a variable of the backward body is nothing without a name.
+        """
         first, second = self._loops
-        names, inputs = Names(), dict[tuple[Var, bool], Var]()
-        for inner, outer, sliced in _inputs(first, self.values):
-            fixed = isinstance(outer, Literal) or outer in self.values.nothing
-            names[inner] = outer if fixed else inputs.setdefault((outer, sliced), inner)
+        numbers = _Numbering(self.outside)
+        names: dict[Var, Atom] = {}
+        given: dict[tuple[Var, bool], Atom] = {}
+        for inner, outer, sliced in self._inputs(first):
+            if isinstance(outer, Literal):
+                names[inner] = outer
+                continue
+            is_nothing = outer in numbers.nothing
+            own: Atom = outer if is_nothing and not sliced else inner
+            names[inner] = given.setdefault((outer, sliced), own)
+            if is_nothing:
+                numbers.nothing.update(variables([names[inner]]))
         for eqn in first.body.eqns:
-            self.values.is_of_nothing(eqn, names) or self.values.name(eqn, names)
-        known = Names()
+            if not numbers.name_of_nothing(eqn, names):
+                numbers.name(eqn, names)
         stacks = {outer: read_atom(names, atom) for atom, outer in first.stacks}
-        for inner, outer, sliced in _inputs(second, self.values):
-            if isinstance(outer, Literal) or outer in self.values.nothing:
+        known: dict[Var, Atom] = {}
+        for inner, outer, sliced in self._inputs(second):
+            if isinstance(outer, Literal):
                 known[inner] = outer
             elif sliced and outer in stacks:
                 known[inner] = stacks[outer]
-            elif (outer, sliced) in inputs:
-                known[inner] = inputs[outer, sliced]
-        again = Names()
+            elif (outer, sliced) in given:
+                known[inner] = given[outer, sliced]
+            elif outer in numbers.nothing and not sliced:
+                known[inner] = outer
+        again: dict[Var, Var] = {}
         for eqn in second.body.eqns:
-            if self.values.is_of_nothing(eqn, known):
+            if not all(var in known for var in variables(eqn.invars)):
                 continue
-            operands = variables(eqn.invars)
-            if all(var in known for var in operands) and self.values.are_known(eqn, known):
-                again.update((v, known[v]) for v in eqn.outvars if not isinstance(v, DropVar))
+            if not numbers.name_of_nothing(eqn, known) and numbers.name_again(eqn, known):
+                results = (v for v in eqn.outvars if not isinstance(v, DropVar))
+                again.update((v, same) for v in results if isinstance(same := known[v], Var))
         return again
+
+    def _inputs(self, loop: LoopPhase) -> list[tuple[Var, Atom, bool]]:
+        """What a body is given that it does not carry: the value outside, and whether a slice."""
+        kinds = (loop.consts, False), (loop.slices, True)
+        return [
+            (inner, read_atom(self.outside.names, outer), sliced)
+            for pairs, sliced in kinds
+            for inner, outer in pairs.items()
+        ]
 
     def rewritten(self, read: Collection[Var]) -> tuple[JaxprEqn, JaxprEqn]:
         """Both scans; the forward one stacks what the backward one need not compute again.
 
         Args:
-          read: what others than the backward scan read.
+          read: what others than the backward scan read of the forward scan.
         """
         first, second = self._loops
         left = [eqn for eqn in second.body.eqns if self.again.keys().isdisjoint(eqn.outvars)]
         leaving = [item.result for item in second.accumulators]
         leaving += [atom for atom, _ in second.stacks]
-        alive = made_from(left, leaving)
-        eqns = [eqn for number, eqn in enumerate(left) if number in alive or eqn.effects]
-        reads = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars))
+        happening = [atom for eqn in left if eqn.effects for atom in eqn.invars]
+        alive = made_from(left, [*leaving, *happening])
+        left = [eqn for number, eqn in enumerate(left) if number in alive or eqn.effects]
+        reads = dict.fromkeys(v for eqn in left for v in variables(eqn.invars))
         reads |= dict.fromkeys(variables(leaving))
         consts, slices = (
             [pair for pair in pairs.items() if pair[0] in reads]
             for pairs in (second.consts, second.slices)
         )
-        stacks = {atom: outer for atom, outer in first.stacks if isinstance(atom, Var)}
+        stack_of = {atom: outer for atom, outer in first.stacks if isinstance(atom, Var)}
+        slice_of = {outer: inner for inner, outer in slices if isinstance(outer, Var)}
+        there: dict[Var, Atom] = {}
         for var in reads:
             if var in self.again:
                 same = self.again[var]
-                assert isinstance(same, Var), "what an equation makes is a variable"
-                outer = stacks.setdefault(same, stacked(same, self.forward.params["length"]))
-                slices.append((var, outer))
-        needed = {*read, *(outer for _, outer in slices)}
-        pairs = dict.fromkeys([*first.stacks, *stacks.items()])
+                outer = stack_of.setdefault(same, stacked(same, self.forward.params["length"]))
+                if outer not in slice_of:
+                    slice_of[outer] = var
+                    slices.append((var, outer))
+                there[var] = slice_of[outer]
+        needed = {*read, *variables(outer for _, outer in (*consts, *slices))}
+        needed.update(variables(item.start for item in second.accumulators))
+        known = {outer for _, outer in first.stacks}
+        pairs = [*first.stacks, *(pair for pair in stack_of.items() if pair[1] not in known)]
         kept = [pair for pair in pairs if pair[1] in needed]
         whole = [*first.consts.items()], first.accumulators, [*first.slices.items()]
         forward = scan_like(self.forward, *whole, kept, first.body.eqns)
-        carries, results = second.accumulators, [*second.stacks]
+        carries = [
+            Carried(item.carry, item.start, read_atom(there, item.result), item.total)
+            for item in second.accumulators
+        ]
+        results = [(read_atom(there, atom), outer) for atom, outer in second.stacks]
+        eqns = [eqn.replace(invars=[read_atom(there, x) for x in eqn.invars]) for eqn in left]
         return forward, scan_like(self.backward, consts, carries, slices, results, eqns)
-
-
-def _inputs(loop: LoopPhase, values: EqualValues) -> list[tuple[Var, Atom, bool]]:
-    """What a body is given beside what it carries: the value outside, and whether it is sliced."""
-    kinds = (loop.consts, False), (loop.slices, True)
-    return [
-        (inner, read_atom(values.names, outer), sliced)
-        for pairs, sliced in kinds
-        for inner, outer in pairs.items()
-    ]

@@ -17,7 +17,7 @@ from autopar.passes.graph.graph import (
     variables,
     with_jaxpr,
 )
-from autopar.passes.recompute.computed_before import ComputedBefore, EqualValues
+from autopar.passes.recompute.computed_before import ComputedBefore, OfNothing
 from autopar.passes.recompute.scan_stacks import scan_pairs
 
 
@@ -59,12 +59,12 @@ def _with_whole_stacks(
 ) -> list[JaxprEqn]:
     """The equations of a scope, whose backward scans read what forward scans have computed."""
     pairs = [(number, reader) for number, reader, _ in scan_pairs(eqns, results, given)]
-    values = EqualValues.of(eqns) if pairs else None
-    eqns = [*eqns]
+    if not pairs:
+        return eqns
+    outside, readers, eqns = OfNothing.of(eqns), readers_of(eqns), [*eqns]
     for number, reader in pairs:
-        assert values is not None
-        computed = ComputedBefore(eqns[number], eqns[reader], values)
+        computed = ComputedBefore(eqns[number], eqns[reader], outside)
         if computed.again:
-            others = {var for var, by in readers_of(eqns).items() if by != [reader]}
+            others = {v for v in eqns[number].outvars if readers.get(v, [reader]) != [reader]}
             eqns[number], eqns[reader] = computed.rewritten(others.union(results))
     return eqns

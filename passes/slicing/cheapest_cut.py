@@ -31,12 +31,12 @@ def _prices(transcendental_bytes: int) -> dict[str, int]:
 # arithmetic instructions) and moves 3.35 TB/s: one in the time of a byte. A function is one or two;
 # TPUs have units for them as well.
 PRICES = _prices(10)
-ACCELERATORS_PRICES = _prices(2)
+ACCELERATOR_PRICES = _prices(2)
 
 
 def prices_on(backend: str) -> Mapping[str, int]:
     """What computing an element again costs on a backend, by the name of the primitive."""
-    return PRICES if backend == "cpu" else ACCELERATORS_PRICES
+    return PRICES if backend == "cpu" else ACCELERATOR_PRICES
 
 
 _LARGEST = 2**60
