@@ -27,13 +27,13 @@ def layers(body: Any, x: Any, *slices: Any) -> Any:
 
 def slices_of_positions_and_all(w: Any, x: Any) -> Any:
     """A number of the iteration, and the vector that it is of."""
-    positions = 0.1 * jnp.arange(SIZE)
+    positions = jnp.arange(SIZE)
 
     def body(h: Any, row: Any, position: Any) -> Any:
-        one, all_of_them = h * position, h * positions
+        one, all_of_them = h * (0.1 * position), h * (0.1 * positions)
         return jnp.sin(one) * row + jnp.exp(-(all_of_them**2)) * jnp.cos(row)
 
-    return layers(body, x, w, positions)
+    return layers(body, x[0], w, positions)
 
 
 def numbers_as_metrics(w: Any, x: Any) -> Any:
@@ -44,23 +44,27 @@ def numbers_as_metrics(w: Any, x: Any) -> Any:
     return h + jnp.sum(zeros)
 
 
+def two_stacks(w: Any, x: Any) -> Any:
+    def forward(h: Any, row: Any) -> Any:
+        some = jnp.tanh(h * row)
+        return h + jnp.sin(some), (some, jnp.cos(some * 3))
+
+    return jax.lax.scan(forward, x, w)
+
+
 def stacks_read_whole(w: Any, x: Any) -> Any:
-    h, (some, others) = jax.lax.scan(
-        lambda h, row: (h + jnp.sin(h * row), (jnp.tanh(h * row), jnp.cos(jnp.tanh(h * row)))), x, w
-    )
+    h, (some, others) = two_stacks(w, x[0])
 
     def reader(total: Any, given: Any) -> Any:
-        return total + jnp.sum(jnp.cos(given) * others), None
+        return total + jnp.sum(jnp.sin(given[0]) * given[1] * others), None
 
-    return h + jax.lax.scan(reader, 0.0, some)[0]
+    return h + jax.lax.scan(reader, 0.0, (some, w))[0]
 
 
 def stacks_carried(w: Any, x: Any) -> Any:
-    h, (some, others) = jax.lax.scan(
-        lambda h, row: (h + jnp.sin(h * row), (jnp.tanh(h * row), jnp.cos(jnp.tanh(h * row)))), x, w
-    )
-    reader = lambda carry, given: (carry * jnp.sum(jnp.cos(given)), None)  # noqa: E731
-    return h + jnp.sum(jax.lax.scan(reader, others, some)[0])
+    h, (some, others) = two_stacks(w, x[0])
+    reader = lambda c, given: (c * jnp.sum(jnp.sin(given[0]) * given[1]), None)  # noqa: E731
+    return h + jnp.sum(jax.lax.scan(reader, others, (some, w))[0])
 
 
 @jax.jit
@@ -78,7 +82,8 @@ def one_body_for_tied_weights_and_others(w: Any, x: Any) -> Any:
 
 def one_body_for_numbers_and_weights(w: Any, x: Any) -> Any:
     ones = jnp.ones_like(w)
-    return two_weights(x, ones, ones) + two_weights(x / 2, w, w * 2) + two_weights(x, ones, w)
+    most = two_weights(x, ones, ones) + two_weights(x / 2, w, w * 2 + 1)
+    return most + two_weights(x * 0.2, ones, w * 2 + 1)
 
 
 @jax.jit
@@ -93,8 +98,8 @@ def with_outputs(x: Any, *slices: Any) -> Any:
 
 def one_body_reads_what_it_stacked(w: Any, x: Any) -> Any:
     table = 0.3 * jax.lax.broadcasted_iota(jnp.float32, w.shape, 0)
-    h, stacked = with_outputs(x, table, w, w)
-    return h + with_outputs(x, w * 2, w, stacked)[0]
+    h, stacked = with_outputs(x[0], table, w, w)
+    return h + with_outputs(x[0], w * 2, w, stacked)[0]
 
 
 @jax.custom_vjp
