@@ -11,7 +11,7 @@ from autopar.passes.graph.graph import variables
 from autopar.passes.graph.primitives import REDUCTIONS, RESHAPES, UNFUSED
 
 _WHOLE = UNFUSED - REDUCTIONS
-_VIEWS = RESHAPES - {"broadcast_in_dim"}
+_VIEWS = RESHAPES - {"broadcast_in_dim"}  # a transpose is one: products read either order
 
 
 def read_whole(eqns: Sequence[JaxprEqn]) -> frozenset[Var]:

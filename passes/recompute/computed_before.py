@@ -35,10 +35,10 @@ class OfNothing(NamedTuple):
     @classmethod
     def of(cls, eqns: Sequence[JaxprEqn]) -> OfNothing:
         """Of a scope's equations, in order."""
-        numbers = _Numbering(cls({}, {}))
+        numbers, names = _Numbering(cls({}, {})), dict[Var, Atom]()
         for eqn in eqns:
-            numbers.name_of_nothing(eqn, numbers.names)
-        return cls(numbers.first, numbers.names)
+            numbers.name_of_nothing(eqn, names)
+        return cls(numbers.first, names)
 
 
 class _Numbering:
@@ -46,7 +46,6 @@ class _Numbering:
 
     def __init__(self, outside: OfNothing):
         self.first = {**outside.first}
-        self.names: dict[Var, Atom] = {**outside.names}
         self.nothing = set(variables(outside.names.values()))  # names of what is made of nothing
 
     def name_of_nothing(self, eqn: JaxprEqn, names: dict[Var, Atom]) -> bool:
