@@ -31,6 +31,7 @@ from autopar.passes.sharding.pins import pins_of
 from autopar.passes.sharding.strategy_graph import StrategyGraph
 from autopar.passes.slicing.stage_graphs import StageGraph
 
+NEARLY = 1.05  # times the limit, what may need less where it is chosen to fit
 MESHES_TRIED = 2  # of those that do not fit, before more microbatches are
 
 
@@ -265,7 +266,8 @@ def plan_meshes(
     meshes of a large program do not fit with these, or one on which layers need no more, the others
     are not planned within the limit either. Nor are they planned at all where two need far too
     much, also chosen for their bytes; or one needs too much, where nothing was expected to fit and
-    `others.only` are tried.
+    `others.only` are tried. Nor is a mesh planned within the limit on which plans chosen for their
+    bytes miss it by more than little, where more microbatches can be tried.
 
     Args:
       split: the whole step.
@@ -307,6 +309,10 @@ def plan_meshes(
             return False
         return min(x.peak.bytes for x in small(i)) > far
 
+    def nearly(i: int) -> bool:
+        """Whether one of them fits, or hardly exceeds the limit."""
+        return any(small(i, n + 1)[n].peak.bytes <= NEARLY * limit for n in range(len(DEAR)))
+
     def least_of(i: int) -> PlannedStage:
         """The smallest of the plans on a mesh so far."""
         best = min([found[i], *small(i)], key=lambda x: x.peak.bytes)
@@ -340,6 +346,10 @@ def plan_meshes(
         if hurries and failed == MESHES_TRIED:
             break
         missing = format_bytes(first.peak.bytes - limit)
+        if others.more_microbatches and not searches[i].is_large and not nearly(i):
+            report(f"{missing} a device are missing on {_shape(meshes[i])}: too much")
+            found[i] = least_of(i)
+            continue
         report(f"{missing} a device are missing on {_shape(meshes[i])}: solving within the limit")
         tries = 1 if may_wait and not hurries else None
         near = searches[i].tightened(first, tries)

@@ -60,6 +60,7 @@ class _Walk(ControlFlowBuilder):
         self.loops = {id(loop.scan): loop for loop in step.loops}
         self.passed = {var for loop in step.loops for var in loop.passed}
         self.state_nodes: set[int] = set()
+        self.sliced = dict[int, Assigned]()
         self._starts: set[Var] = set()  # what loops begin to add to
         jaxpr, built = graph.jaxpr, self.built
         env: dict[Var, ScopeValue] = {}

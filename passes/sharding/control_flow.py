@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn, Var
@@ -15,6 +16,7 @@ from autopar.passes.sharding.layout import stacked
 from autopar.passes.sharding.scopes import (
     Assigned,
     Entry,
+    LiveRange,
     Replicated,
     Scope,
     ScopeValue,
@@ -28,12 +30,14 @@ class ControlFlowBuilder(StrategyGraphBuilder):
     """What a walk does where it meets a loop or a branch.
 
     `loops` are those over the microbatches, by identity of their scans; `passed` are the stacks
-    that pass between stages; `state_nodes` decide leaves of the state, and sums.
+    that pass between stages; `state_nodes` decide leaves of the state, and sums; `sliced` are
+    stacks as the last loop slices them, by identity of what they are outside of it.
     """
 
     loops: dict[int, LoopPhase]
     passed: set[Var]
     state_nodes: set[int]
+    sliced: dict[int, Assigned]
 
     def walk(
         self, scope: Scope, env: dict[Var, ScopeValue], tasks: Sequence[Task] = ()
@@ -135,7 +139,7 @@ class _LoopWalk:
         self._keep_until_now()
         if begins:
             walk.built.body = BodyTimes(self.start, walk.built.time, begins)
-        walk.built.time += 1  # what leaves the loop is there after it
+        walk.built.time += 2  # what leaves the loop is there after it, stacks a little before
         nodes = (*carry_nodes, *stack_nodes)
         return [
             self._leave(var, node, is_stack=place >= len(carried))
@@ -155,12 +159,30 @@ class _LoopWalk:
             inner.live.entering, inner.live.last = True, -1
         else:
             self.throughout.append(inner)
+            if what == "slice" and (outer is None or inner.node != outer.node):
+                self._brought(inner, outer)
             if outer is not None and (what == "slice" or inner.node == outer.node):
                 self.throughout.append(outer)
                 outer.live.fused = False  # XLA writes what a loop reads
             elif what == "constant":
                 inner.live.same_as = outer
         assert walk.built.time == self.start, "nothing is walked while values enter"
+
+    def _brought(self, inner: Assigned, outer: Assigned | None) -> None:
+        """A stack as the loop slices it: its own buffer, but in the layout that it has outside.
+
+        A loop before that slices it as well has most likely brought it into that layout.
+        """
+        walk, before = self.walk, self.walk.sliced.get(id(outer))
+        layouts = walk.interned(tuple(map(stacked, inner.layouts)))
+        shape = (self.eqn.params["length"], *inner.shape)
+        since = None if before is None else before.live.last
+        live = LiveRange(self.start, self.start, fused=False, same_as=outer, since=since)
+        stack = replace(inner, layouts=layouts, shape=shape, live=live)
+        walk.built.values.append(stack)
+        self.throughout.append(stack)
+        if outer is not None:
+            walk.sliced[id(outer)] = stack
 
     def _entered(self, var: Var, value: ScopeValue, what: str, is_sum: bool) -> Assigned | None:
         """A value in the loop; None where every device has it whole."""
@@ -225,4 +247,11 @@ class _LoopWalk:
         made = walk.assigned(node, tuple(map(stacked, layouts)) if is_stack else layouts, var)
         if is_stack:  # it is allocated before the loop and filled by it
             made.live.first, made.live.absent = self.start, var in walk.passed
-        return walk.completed(made, var, self.label)
+        whole = walk.completed(made, var, self.label)
+        if is_stack and whole is not made:
+            # Where nothing is to be added the stack is what it was, and there once.
+            now, absent = walk.built.time, whole.live.absent
+            live = LiveRange(now - 1, now, fused=False, absent=absent, same_as=made)
+            walk.built.values.append(replace(whole, live=live))
+            whole.live.first += 1
+        return whole

@@ -1,7 +1,8 @@
 """The integer program in which bytes have a price instead of a limit.
 
 Every value costs what a device holds of it, times a price, wherever it is in time. That is one more
-number for each strategy of a node, so the program is as quickly solved as one without a limit.
+number for each strategy of a node, or for each pair of two nodes' where a value may be another
+one's buffer, so the program is as quickly solved as one without a limit.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from autopar.passes.sharding.filled_memory import filled
 from autopar.passes.sharding.integer_program import PICOSECONDS, to_problem
+from autopar.passes.sharding.layout import Layout
 from autopar.passes.sharding.memory_rows import MemoryRow
 from autopar.passes.sharding.strategy_graph import StrategyGraph
 from autopar.passes.solver import FORBIDDEN, Problem, Solution
@@ -38,15 +40,23 @@ class MemoryPrices:
         self.free = to_problem(built, None)
         self._flat = Flat(self.free)
         known: dict[tuple[object, ...], Floats] = {}
-        self._sizes: list[Floats] = []
+        places = {edge: place for place, edge in enumerate(self.free.edges)}
+        self._of_nodes: list[tuple[int, Floats]] = []
+        self._of_edges: list[tuple[int, Floats]] = []
         for row in rows:
-            value = row.value
+            value, other = row.value, row.same_as
             key = (value.shape, value.itemsize, value.layouts, row.times)
             if key not in known:
                 sizes = [row.bytes_in(layout, built.mesh) for layout in value.layouts]
                 known[key] = np.array(sizes, np.float64)
-            self._sizes.append(known[key])
-        self._most = sum(float(sizes.max()) for sizes in self._sizes)
+            pair = None if other is None else (other.node, value.node)
+            if other is not None and pair in places:
+                apart = _differs(other.layouts, value.layouts)
+                self._of_edges.append((places[pair], apart * known[key]))
+            else:
+                self._of_nodes.append((value.node, known[key]))
+        priced = (*self._of_nodes, *self._of_edges)
+        self._most = sum(float(sizes.max()) for _, sizes in priced)
 
     def solved(self, price: float, solve: Callable[[Problem], Solution]) -> Solution:
         """The strategies that are best if bytes have a price; the cost is theirs without that.
@@ -83,13 +93,23 @@ class MemoryPrices:
         problem, of_byte = self.free, price * PICOSECONDS
         unit = math.ceil(self._most * of_byte / MOST_COST) or 1
         costs = [node // unit for node in problem.node_costs]
-        for row, sizes in zip(self.rows, self._sizes, strict=True):
+        for node, sizes in self._of_nodes:
+            costs[node] = costs[node] + np.rint(sizes * (of_byte / unit)).astype(np.int64)
+        between = list(problem.edge_costs)
+        if unit > 1:
+            between = [np.where(x < FORBIDDEN, x // unit, FORBIDDEN) for x in between]
+        for place, sizes in self._of_edges:
             added = np.rint(sizes * (of_byte / unit)).astype(np.int64)
-            costs[row.value.node] = costs[row.value.node] + added
-        if unit == 1:
-            return replace(problem, node_costs=tuple(costs))
-        between = [np.where(x < FORBIDDEN, x // unit, FORBIDDEN) for x in problem.edge_costs]
+            forbidden = between[place] >= FORBIDDEN
+            between[place] = np.where(forbidden, FORBIDDEN, between[place] + added)
         return replace(problem, node_costs=tuple(costs), edge_costs=tuple(between))
+
+
+def _differs(layouts: Sequence[Layout], others: Sequence[Layout]) -> Floats:
+    """For each pair, 1 where the two are not the same, else 0."""
+    numbers = {layout: number for number, layout in enumerate(dict.fromkeys((*layouts, *others)))}
+    first, second = (np.array([numbers[x] for x in found]) for found in (layouts, others))
+    return (first[:, None] != second[None, :]).astype(np.float64)
 
 
 def solve_at_price(

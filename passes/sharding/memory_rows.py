@@ -97,4 +97,5 @@ def _row(value: Assigned, built: StrategyGraph, memory: StageMemory | None) -> M
             return MemoryRow(value, body.start, body.end + 1, memory.in_flight[made, read])
     if live.fused and live.last - live.first <= FUSION_REACH:
         return None
-    return MemoryRow(value, live.first, live.last + 1, 1)
+    first = live.first if memory is not None or live.since is None else live.since
+    return MemoryRow(value, first, live.last + 1, 1)

@@ -79,7 +79,8 @@ class LiveRange:
     stack of which a stage only ever has what belongs to a few microbatches. `same_as`: in the
     layout of that value, it is that value's buffer. `made_again`: it is no buffer, because all who
     read it compute it. `copied`: when it was read last, and brought from the hosts' memory if it
-    lies there.
+    lies there. `since`: from when on it is there in a program that is not cut into pieces, which
+    keeps what it has brought into a layout for who reads it next.
     """
 
     first: int
@@ -90,6 +91,7 @@ class LiveRange:
     made_again: bool = False
     same_as: Assigned | None = None
     copied: int = -1
+    since: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
