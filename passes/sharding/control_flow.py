@@ -139,12 +139,14 @@ class _LoopWalk:
         self._keep_until_now()
         if begins:
             walk.built.body = BodyTimes(self.start, walk.built.time, begins)
-        walk.built.time += 2  # what leaves the loop is there after it, stacks a little before
+        walk.built.time += 2  # what leaves the loop is there after it
         nodes = (*carry_nodes, *stack_nodes)
-        return [
+        results = [
             self._leave(var, node, is_stack=place >= len(carried))
             for place, ((_, var), node) in enumerate(zip((*carried, *rows), nodes, strict=True))
         ]
+        walk.built.time += 1  # stacks have left before what is next
+        return results
 
     def _enter(self, var: Var, value: ScopeValue, what: str, is_sum: bool = False) -> None:
         walk, outer = self.walk, value if isinstance(value, Assigned) else None
