@@ -1,0 +1,138 @@
+"""The integer program's account of memory in scans is that of the programs that are made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.base.options import Options
+from autopar.passes.graph.logical import no_mesh
+from autopar.passes.planner.layout_search import LayoutSearch
+from autopar.passes.planner.stage_shardings import MeshSearch
+from autopar.passes.sharding.integer_program import PICOSECONDS
+from autopar.passes.sharding.memory_price import MemoryPrices
+from autopar.passes.sharding.memory_rows import memory_rows, row_bytes, rows_peak
+from autopar.passes.solver.flat import Flat
+from autopar.passes.trace.trace import trace
+
+CLUSTER = autopar.Cluster.preset("p3.16xlarge")
+LAYERS = 32
+
+
+def scanned(state: jax.Array, x: jax.Array) -> Any:
+    """Layers in a scan, of which the carry is kept."""
+
+    def layer(y: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(y @ w), None
+
+    def loss(state: jax.Array) -> jax.Array:
+        y, _ = jax.lax.scan(jax.checkpoint(layer), x, state)
+        return jnp.mean(y * y)
+
+    value, gradient = jax.value_and_grad(loss)(state)
+    return state - 0.1 * gradient, value
+
+
+def arguments(width: int, rows: int) -> tuple[Any, Any]:
+    state = jax.ShapeDtypeStruct((LAYERS, width, width), jnp.float32)
+    return state, jax.ShapeDtypeStruct((rows, width), jnp.float32)
+
+
+def search_of(width: int, rows: int, mesh: tuple[int, ...], microbatches: int = 1) -> MeshSearch:
+    options = Options.from_kwargs(stages=1, microbatches=microbatches)
+    with autopar.tracing_for(CLUSTER):
+        graph = trace(
+            scanned, arguments(width, rows), microbatches=microbatches, method="auto"
+        ).graph
+    split = LayoutSearch.of(graph, options, CLUSTER, lambda line: None).split(microbatches)
+    return MeshSearch.of(split, mesh, options, CLUSTER, None, None)
+
+
+@pytest.mark.parametrize(("width", "rows"), [(512, 512), (1024, 256), (1024, 8192)])
+@pytest.mark.parametrize(("mesh", "microbatches"), [((8,), 1), ((4, 2), 1), ((8,), 4)])
+def test_rows_count_what_a_scanned_program_needs(
+    width: int, rows: int, mesh: tuple[int, ...], microbatches: int
+) -> None:
+    """Weights that are gathered for the loop, its stacks once, and gradients as they are added.
+
+    By the quickest plan, by one that is chosen for its bytes, and by the one with the fewest: that
+    needs no more than the others.
+    """
+    with no_mesh():
+        search = search_of(width, rows, mesh, microbatches)
+        free = search.free()
+        small, (least,) = search.dear(free, 1), search.least(False)
+    counted = memory_rows(search.built)
+    for planned in (free, small, least):
+        told = rows_peak(search.built, counted, planned.solution.assignment)
+        assert 0.9 * planned.peak.bytes <= told <= 1.05 * planned.peak.bytes
+    assert least.peak.bytes <= 1.01 * small.peak.bytes < free.peak.bytes
+
+
+def test_a_plan_within_a_limit_gathers_layer_by_layer() -> None:
+    """Where all layers' weights do not fit at once, solving within the limit finds what does."""
+    with no_mesh():
+        search = search_of(512, 512, (8,))
+        free, stack = search.free(), LAYERS * 4 * 512**2
+        assert free.peak.bytes > 2 * stack
+        within = dataclasses.replace(search, limit=stack).tightened(
+            dataclasses.replace(free, fits=False)
+        )
+    assert within.fits and within.peak.bytes <= stack
+
+
+def test_bytes_have_their_price_once() -> None:
+    """What is priced is what the rows count, also of values that may be others' buffers."""
+    price = 1e-9
+    with no_mesh():
+        search = search_of(512, 512, (4, 2))
+        plans = [search.free(), search.dear(search.free(), 0), search.dear(search.free(), 1)]
+    counted = memory_rows(search.built)
+    assert any(row.same_as is not None for row in counted)
+    seen: list[Any] = []
+
+    def solve(problem: Any) -> Any:
+        seen.append(problem)
+        return plans[0].solution
+
+    prices = MemoryPrices(search.built, counted)
+    prices.solved(price, solve)
+    for planned in plans:
+        own = np.array(planned.solution.assignment[: len(search.built.nodes)], np.int64)
+        there = sum(row_bytes(row, search.built, own) for row in counted)
+        more = Flat(seen[0]).cost(own) - prices.cost(own)
+        assert more == pytest.approx(there * price * PICOSECONDS, rel=1e-6)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_rows_count_what_a_stage_with_a_scan_needs(
+    remat: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the forward pass keeps for the backward one is there for every microbatch in flight."""
+    seen: list[float] = []
+    real = MeshSearch.checked
+
+    def checked(self: MeshSearch, plan: Any) -> Any:
+        found = real(self, plan)
+        rows = memory_rows(self.built, self.memory(plan.remat))
+        told = rows_peak(self.built, rows, plan.solution.assignment)
+        seen.append(told / found.peak.bytes)
+        return found
+
+    monkeypatch.setattr(MeshSearch, "checked", checked)
+    autopar.plan(
+        scanned,
+        *arguments(512, 4096),
+        cluster=CLUSTER,
+        stages=2,
+        microbatches=8,
+        schedule="1f1b",
+        remat=remat,
+    )
+    assert seen and 0.9 <= min(seen) <= max(seen) <= 1.1
