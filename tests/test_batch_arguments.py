@@ -176,6 +176,36 @@ def recurrent(params: Any, batch: Any) -> Any:
     return jnp.mean((jax.lax.scan(forward, start, batch["x"])[1] - batch["y"]) ** 2)
 
 
+def counted(params: Any, batch: Any) -> Any:
+    """A metric of the rows in their order, beside the loss of tokens that are shifted."""
+    ids, start = batch["ids"], jnp.float32(0)
+    average, _ = jax.lax.scan(lambda a, row: (0.9 * a + jnp.mean(row == 0), None), start, ids)
+
+    def loss(params: Any) -> Any:
+        logits = jax.nn.one_hot(ids[:, :-1], 8) @ params["w"]
+        return jnp.mean(cross_entropy(logits, ids[:, 1:] % 4))
+
+    return sgd(params, jax.grad(loss)(params)), average
+
+
+def attended(params: Any, batch: Any) -> Any:
+    """The same metric, where positions are compared with positions."""
+    x = batch["x"]
+    start = jnp.float32(0)
+    average, _ = jax.lax.scan(lambda a, row: (0.9 * a + jnp.mean(row), None), start, x)
+
+    def loss(params: Any) -> Any:
+        return loss_fn(params, jax.nn.softmax(x @ x.mT) @ x, batch["y"])
+
+    return sgd(params, jax.grad(loss)(params)), average
+
+
+def remembered(params: Any, batch: Any) -> Any:
+    """Batches of two sizes, and a loss that is written to its place in a history."""
+    loss, gradients = jax.value_and_grad(unlabelled)(params, batch)
+    return sgd(params, gradients), jnp.zeros(10).at[jnp.argmax(params["b"])].set(loss)
+
+
 def weighted(params: Any, batch: Any) -> Any:
     losses = cross_entropy(batch["x"] @ params["w"], batch["ids"]) * batch["class"][batch["ids"]]
     return jnp.mean(losses) + jnp.sum(batch["task"] * jnp.stack([losses.max(), losses.min()]))
@@ -229,6 +259,9 @@ def floats(*shape: int) -> Any:
             {"x": floats(5, 8, 8), "y": floats(5, 8, 4)},
             {"x": 1, "y": 1},
         ),
+        (counted, {"ids": jax.ShapeDtypeStruct((8, 13), jnp.int32)}, {"ids": 0}),
+        (attended, {"x": floats(16, 6, 8), "y": floats(16, 6, 4)}, {"x": 0, "y": 0}),
+        (remembered, {"x": X, "y": Y, "u": floats(48, 8)}, {"x": 0, "y": 0, "u": 0}),
         (
             trained(weighted),
             {"x": X, "ids": IDS, "class": floats(4), "task": floats(2)},
@@ -253,6 +286,9 @@ def floats(*shape: int) -> Any:
         "graphs",
         "time-first",
         "recurrent",
+        "metric-shifted",
+        "metric-attention",
+        "history",
         "weights",
         "eval",
         "eval-square",

@@ -104,10 +104,11 @@ def test_bytes_have_their_price_once() -> None:
     prices = MemoryPrices(search.built, counted)
     prices.solved(price, solve)
     for planned in plans:
-        own = np.array(planned.solution.assignment[: len(search.built.nodes)], np.int64)
+        own = planned.solution.assignment[: len(search.built.nodes)]
         there = sum(row_bytes(row, search.built, own) for row in counted)
-        more = Flat(seen[0]).cost(own) - prices.cost(own)
-        assert more == pytest.approx(there * price * PICOSECONDS, rel=1e-6)
+        with_price = Flat(seen[0]).cost(np.array(own, np.int64))
+        assert with_price is not None
+        assert with_price - prices.cost(own) == pytest.approx(there * price * PICOSECONDS, rel=1e-6)
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])

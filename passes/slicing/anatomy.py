@@ -90,8 +90,10 @@ def dissect(step: Microbatched) -> Anatomy:
     if loop is None:
         raise OptionError(
             "The program has no loop over microbatches that could be cut into stages.",
-            why="pipeline stages work on different microbatches at the same time.",
-            hint="use microbatches of at least 2.",
+            why="pipeline stages work on different microbatches at the same time, and nothing of "
+            "the step is computed for one microbatch after another.",
+            hint="use microbatches of at least 2; with these, compute the loss of arguments that "
+            "hold the batch (what is drawn from the state is whole in each), or use stages=1.",
         )
     return Anatomy(step, loop, free := _free(step, loop), _backward(loop, free))
 

@@ -37,6 +37,7 @@ class DimensionLoops:
     parents: dict[Hashable, Hashable] = field(default_factory=dict)
     reduced: set[Hashable] = field(default_factory=set)  # dimensions that are summed over
     scanned: set[Hashable] = field(default_factory=set)  # those that a scan with carries walks
+    placed: set[Hashable] = field(default_factory=set)  # those of which parts are taken by position
     filled: set[Var] = field(default_factory=set)  # with one number
 
     @classmethod
@@ -123,11 +124,23 @@ class DimensionLoops:
             if dims_ and rule.factors[factor].kind in MONOIDS and name != "gather":
                 self.reduced.add(dims_[0])
         if name in ALONG:
+            positions = _in_order(eqn)
             arrays = [a for a in eqn.invars if len(a.aval.shape) == len(eqn.outvars[0].aval.shape)]
             for d in range(len(eqn.outvars[0].aval.shape)):
-                self._join([dim for a in (*arrays, *eqn.outvars) for dim in _dims(a, d)])
-        if name in SCATTERS:  # the rows that are scattered are summed or written
+                dims = [dim for a in (*arrays, *eqn.outvars) for dim in _dims(a, d)]
+                self._join(dims)
+                if len({atom.aval.shape[d] for atom, _ in dims}) > 1 or d in positions:
+                    self.placed.update(dims[:1])
+        if name in SCATTERS and eqn.invars[2].aval.shape:
+            # The rows that are scattered are summed or written.
             self.reduced.update(_dims(eqn.invars[2], 0))
+
+
+def _in_order(eqn: JaxprEqn) -> tuple[int, ...]:
+    """The dimensions along which an equation reads positions in their order."""
+    if eqn.primitive.name == "rev":
+        return tuple(eqn.params["dimensions"])
+    return (eqn.params["axis"],) if eqn.primitive.name.startswith("cum") else ()
 
 
 def _dims(atom: Atom, d: int) -> list[Dim]:
@@ -162,8 +175,14 @@ def guess_axes(jaxpr: Jaxpr, leaves: Sequence[Leaf], state: Iterable[int]) -> di
         dims = _dims(jaxpr.invars[index], axis)
         return loops.loop(dims[0]) if dims else None
 
-    # Time is walked by scans: what comes after it may be the batch.
-    axes = {x.index: 1 if len(x.shape) > 1 and of(x.index, 0) in scanned else 0 for x in leaves}
+    # Time is walked by scans: what comes after it may be the batch, unless that looks more like
+    # time, of which parts are taken and positions are compared.
+    timed = final(loops.placed) | meet_themselves(jaxpr, loops)
+    axes = dict.fromkeys((x.index for x in leaves), 0)
+    for x in leaves:
+        if len(x.shape) > 1 and (first := of(x.index, 0)) in scanned:
+            axes[x.index] = int(first in timed or of(x.index, 1) not in timed)
+    scanned -= {of(index, axis) for index, axis in axes.items() if axis == 0}
     leading = {x.index: of(x.index, axes[x.index]) for x in leaves}
 
     def features_of(leaf: Leaf) -> set[Hashable | None]:
