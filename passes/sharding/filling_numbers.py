@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from autopar.passes.graph.primitives import ELEMENTWISE
-from autopar.passes.sharding.compiler_rules import CompilerRules
+from autopar.passes.sharding.compiler_rules import IN_PLACE, CompilerRules
+from autopar.passes.sharding.instruction_values import loop_counts
 from autopar.passes.sharding.spmd_program import (
     Compute,
     Instruction,
+    Loop,
     Relayout,
     ShardedValue,
     is_literal,
@@ -49,6 +51,22 @@ def filling_numbers(
         if is_constant:
             found.update(dict.fromkeys(writes(instruction), number))
     return found
+
+
+def beginnings(
+    instruction: Instruction, constants: Container[ShardedValue]
+) -> Iterator[tuple[ShardedValue, ShardedValue | None]]:
+    """The results whose buffers are filled with a constant, and that (None: it has no name)."""
+    if isinstance(instruction, Loop):
+        consts, carry = loop_counts(instruction)
+        starts = instruction.operands[consts : consts + carry]
+        yield from ((v, None) for v in instruction.results[carry:])
+        pairs = zip(instruction.results, starts, strict=False)
+    elif isinstance(instruction, Compute) and instruction.eqn.primitive.name in IN_PLACE:
+        pairs = zip(instruction.results, instruction.operands, strict=False)
+    else:
+        return
+    yield from ((r, v) for r, v in pairs if not is_literal(v) and v in constants)
 
 
 def _number(value: Any) -> Any:

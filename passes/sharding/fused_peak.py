@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -20,7 +20,7 @@ from autopar.passes.sharding.compiler_rules import (
     is_filter_gradient,
     reads_buffer,
 )
-from autopar.passes.sharding.filling_numbers import filling_numbers
+from autopar.passes.sharding.filling_numbers import beginnings, filling_numbers
 from autopar.passes.sharding.heap import (
     SIZE,
     TIME,
@@ -134,8 +134,9 @@ class _Moments:
         kept: Collection[ShardedValue],
         slices: Collection[ShardedValue] = (),
         apart: Collection[ShardedValue] = (),
+        in_body: bool = False,
     ) -> None:
-        self.mesh, self.rules, self.slices = mesh, rules, slices
+        self.mesh, self.rules, self.slices, self.in_body = mesh, rules, slices, in_body
         self.size = size = BufferSizes(block, mesh, rules)
         self.entering = set(block.inputs)
         self.constants = filling_numbers(block.instructions, rules)
@@ -211,7 +212,8 @@ class _Moments:
         alive: Alive = {v: self.size(v) for v in self.block.inputs if v not in self.slices}
         since: dict[str | ShardedValue, int] = dict.fromkeys(alive, -1)
         alive.update((v, self.size(v)) for v in self._copied_slices())
-        filled = self._filled_early()
+        filled, copied = self._filled_early()
+        more = {**more, "a constant that is copied": copied} if copied else more
         total = sum(alive.values())
         best, there = total, dict(alive)
         buffers = self.buffers = [*itertools.chain(*more.values())]
@@ -287,16 +289,18 @@ class _Moments:
                     needed[buffer] = None
         return [v for v in needed if v in self.last]
 
-    def _filled_early(self) -> dict[int, list[ShardedValue]]:
+    def _filled_early(self) -> tuple[dict[int, list[ShardedValue]], list[HeapBuffer]]:
         """By when they are filled, the buffers that begin as a constant, if that is early.
 
         One kernel fills all that are alike: stacks of loops, sums that begin as zeros. Or what
-        loops carry is filled when the program begins.
+        loops carry is filled when the program begins. Inside of a loop one buffer is filled, which
+        the others have copies of when they begin, and the last one is: these are told beside.
         """
         found: dict[int, list[ShardedValue]] = defaultdict(list)
         first: dict[Hashable, int] = {}
+        copied: dict[Hashable, HeapBuffer] = {}
         for time, instruction in enumerate(self.block.instructions):
-            for value, constant in self._beginnings(instruction):
+            for value, constant in beginnings(instruction, self.constants):
                 self.filling.update(() if constant is None else (constant,))
                 like = value.atom.aval.dtype, aval_shape(value.atom), self.size(value)
                 if value not in self.last:
@@ -305,23 +309,11 @@ class _Moments:
                     is_carried = isinstance(instruction, Loop) and constant is not None
                     found[0] += [value] if is_carried else []
                 elif first.setdefault(like, time) < time:
-                    found[first[like]].append(value)
-        return found
-
-    def _beginnings(
-        self, instruction: Instruction
-    ) -> Iterator[tuple[ShardedValue, ShardedValue | None]]:
-        """The results whose buffers are filled with a constant, and that (None: it has no name)."""
-        if isinstance(instruction, Loop):
-            consts, carry = loop_counts(instruction)
-            starts = instruction.operands[consts : consts + carry]
-            yield from ((v, None) for v in instruction.results[carry:])
-            pairs = zip(instruction.results, starts, strict=False)
-        elif isinstance(instruction, Compute) and instruction.eqn.primitive.name in IN_PLACE:
-            pairs = zip(instruction.results, instruction.operands, strict=False)
-        else:
-            return
-        yield from ((r, v) for r, v in pairs if not is_literal(v) and v in self.constants)
+                    if not self.in_body:
+                        found[first[like]].append(value)
+                        continue
+                    copied[like] = HeapBuffer(self.size(value), first[like], time - 1)
+        return found, [*copied.values()]
 
     def _taken_over(
         self, instruction: Instruction, result: ShardedValue, dying: Iterable[ShardedValue]
@@ -387,7 +379,7 @@ class _Moments:
         else:
             parts = [(body, body.inputs, (), {*body.inputs}) for body in instruction.blocks]
         for body, kept, slices, entered in parts:
-            moments = _Moments(body, self.mesh, rules, kept, slices)
+            moments = _Moments(body, self.mesh, rules, kept, slices, in_body=True)
             size, alive = moments.worst(moments.for_poolings())
             size -= sum(map(self.size, entered))
             if size > worst:

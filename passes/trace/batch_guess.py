@@ -127,10 +127,10 @@ class DimensionLoops:
             positions = _in_order(eqn)
             arrays = [a for a in eqn.invars if len(a.aval.shape) == len(eqn.outvars[0].aval.shape)]
             for d in range(len(eqn.outvars[0].aval.shape)):
-                dims = [dim for a in (*arrays, *eqn.outvars) for dim in _dims(a, d)]
-                self._join(dims)
-                if len({atom.aval.shape[d] for atom, _ in dims}) > 1 or d in positions:
-                    self.placed.update(dims[:1])
+                along = [dim for a in (*arrays, *eqn.outvars) for dim in _dims(a, d)]
+                self._join(along)
+                if len({var.aval.shape[d] for var, _ in along}) > 1 or d in positions:
+                    self.placed.update(along[:1])
         if name in SCATTERS and eqn.invars[2].aval.shape:
             # The rows that are scattered are summed or written.
             self.reduced.update(_dims(eqn.invars[2], 0))
