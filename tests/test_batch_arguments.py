@@ -200,6 +200,27 @@ def attended(params: Any, batch: Any) -> Any:
     return sgd(params, jax.grad(loss)(params)), average
 
 
+def states_of(params: Any, x: jax.Array) -> Any:
+    """What a recurrence over time makes of its rows."""
+
+    def forward(state: Any, row: Any) -> Any:
+        state = jnp.tanh(state + row @ params["w"])
+        return state, state
+
+    return jax.lax.scan(forward, jnp.zeros((x.shape[1], 4)), x)[1]
+
+
+def weighted_in_time(params: Any, batch: Any) -> Any:
+    losses = ((states_of(params, batch["x"]) - batch["y"]) ** 2).mean((1, 2))
+    return jnp.mean(losses * batch["weight"])
+
+
+def contrasted(params: Any, batch: Any) -> Any:
+    """The last states of a recurrence, each against those of the other rows."""
+    last = states_of(params, batch["x"])[-1]
+    return jnp.mean(jax.nn.logsumexp(last @ last.T, -1)) + jnp.mean(last[:8] - last[8:])
+
+
 def remembered(params: Any, batch: Any) -> Any:
     """Batches of two sizes, and a loss that is written to its place in a history."""
     loss, gradients = jax.value_and_grad(unlabelled)(params, batch)
@@ -261,6 +282,12 @@ def floats(*shape: int) -> Any:
         ),
         (counted, {"ids": jax.ShapeDtypeStruct((8, 13), jnp.int32)}, {"ids": 0}),
         (attended, {"x": floats(16, 6, 8), "y": floats(16, 6, 4)}, {"x": 0, "y": 0}),
+        (
+            trained(weighted_in_time),
+            {"x": floats(5, 16, 8), "y": floats(5, 16, 4), "weight": floats(5)},
+            {"x": 1, "y": 1},
+        ),
+        (trained(contrasted), {"x": floats(5, 16, 8)}, {"x": 1}),
         (remembered, {"x": X, "y": Y, "u": floats(48, 8)}, {"x": 0, "y": 0, "u": 0}),
         (
             trained(weighted),
@@ -288,6 +315,8 @@ def floats(*shape: int) -> Any:
         "recurrent",
         "metric-shifted",
         "metric-attention",
+        "time-weights",
+        "contrasted",
         "history",
         "weights",
         "eval",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -15,13 +16,16 @@ from autopar.base.options import Options
 from autopar.passes.graph.logical import no_mesh
 from autopar.passes.planner.layout_search import LayoutSearch
 from autopar.passes.planner.stage_shardings import MeshSearch
-from autopar.passes.sharding.integer_program import PICOSECONDS
+from autopar.passes.sharding.folded_hosts import FoldedHosts
+from autopar.passes.sharding.integer_program import PICOSECONDS, to_problem
 from autopar.passes.sharding.memory_price import MemoryPrices
 from autopar.passes.sharding.memory_rows import memory_rows, row_bytes, rows_peak
+from autopar.passes.solver import solve
 from autopar.passes.solver.flat import Flat
 from autopar.passes.trace.trace import trace
 
 CLUSTER = autopar.Cluster.preset("p3.16xlarge")
+HOSTS = autopar.Cluster.preset("dgx-h100")
 LAYERS = 32
 
 
@@ -44,14 +48,21 @@ def arguments(width: int, rows: int) -> tuple[Any, Any]:
     return state, jax.ShapeDtypeStruct((rows, width), jnp.float32)
 
 
-def search_of(width: int, rows: int, mesh: tuple[int, ...], microbatches: int = 1) -> MeshSearch:
-    options = Options.from_kwargs(stages=1, microbatches=microbatches)
-    with autopar.tracing_for(CLUSTER):
+def search_of(
+    width: int,
+    rows: int,
+    mesh: tuple[int, ...],
+    microbatches: int = 1,
+    cluster: autopar.Cluster = CLUSTER,
+    **more: Any,
+) -> MeshSearch:
+    options = Options.from_kwargs(stages=1, microbatches=microbatches, **more)
+    with autopar.tracing_for(cluster):
         graph = trace(
             scanned, arguments(width, rows), microbatches=microbatches, method="auto"
         ).graph
-    split = LayoutSearch.of(graph, options, CLUSTER, lambda line: None).split(microbatches)
-    return MeshSearch.of(split, mesh, options, CLUSTER, None, None)
+    split = LayoutSearch.of(graph, options, cluster, lambda line: None).split(microbatches)
+    return MeshSearch.of(split, mesh, options, cluster, None, None)
 
 
 @pytest.mark.parametrize(("width", "rows"), [(512, 512), (1024, 256), (1024, 8192)])
@@ -85,6 +96,58 @@ def test_a_plan_within_a_limit_gathers_layer_by_layer() -> None:
             dataclasses.replace(free, fits=False)
         )
     assert within.fits and within.peak.bytes <= stack
+
+
+def test_a_copy_that_two_loops_slice_is_there_once() -> None:
+    """Until the first loop ends it is the first one's, then the second one's."""
+    with no_mesh():
+        counted = memory_rows(search_of(512, 512, (8,)).built)
+    (second,) = (row for row in counted if row.value.live.since is not None)
+    alike = [row for row in counted if row.same_as is second.same_as and row is not second]
+    assert [row.end for row in alike] == [second.first]
+
+
+def test_a_loop_makes_constants_itself() -> None:
+    """Zeros that a scan slices are no stack; random numbers are."""
+
+    def step(state: jax.Array, x: jax.Array, key: jax.Array, random: bool) -> Any:
+        shape = (LAYERS, *x.shape)
+        more = jax.random.normal(key, shape) if random else jnp.zeros(shape)
+
+        def layer(y: jax.Array, own: Any) -> tuple[jax.Array, None]:
+            w, b = own
+            return jnp.tanh((y + b) @ w), None
+
+        return 0.9 * state, jax.lax.scan(layer, x, (state, more))[0]
+
+    options, counted = Options.from_kwargs(stages=1), list[int]()
+    for random in (False, True):
+        with autopar.tracing_for(CLUSTER):
+            values = *arguments(512, 4096), jax.random.key(0)
+            own = functools.partial(step, random=random)
+            graph = trace(own, values, microbatches=1, method="auto").graph
+        with no_mesh():
+            split = LayoutSearch.of(graph, options, CLUSTER, lambda line: None).split(1)
+            built = MeshSearch.of(split, (8,), options, CLUSTER, None, None).built
+        stacks = [row for row in memory_rows(built) if row.value.shape == (LAYERS, 4096, 512)]
+        counted.append(len(stacks))
+    assert counted == [0, 1]
+
+
+@pytest.mark.parametrize("limit", [0.5, 1.0, 1.3, None])
+def test_leaves_that_loops_slice_may_lie_in_the_hosts_memory(limit: float | None) -> None:
+    """The program that is solved in place of the one with twice the strategies has its optimum."""
+    with no_mesh():
+        search = search_of(512, 512, (8,), offload="auto", cluster=HOSTS)
+    counted = memory_rows(search.built)
+    if limit is None:
+        problem = MemoryPrices(search.built, counted)._with_price(1e-10)
+    else:
+        problem = to_problem(search.built, int(limit * LAYERS * 4 * 512**2), counted)
+    folded = FoldedHosts.of(problem, search.built)
+    found = folded.unfolded(solve(folded.problem, work_limit=10.0))
+    cost = Flat(problem).cost(np.array(found.assignment, np.int64))
+    assert cost == found.cost == solve(problem, work_limit=10.0).cost
 
 
 def test_bytes_have_their_price_once() -> None:

@@ -21,6 +21,7 @@ from autopar.passes.sharding.scopes import (
     Scope,
     ScopeValue,
     aval_shape,
+    is_constant,
 )
 from autopar.passes.sharding.strategy_graph import BodyTimes, StrategyGraphBuilder
 from autopar.passes.sharding.sums import accumulating, whole_inside
@@ -67,11 +68,14 @@ class ControlFlowBuilder(StrategyGraphBuilder):
         label = f"cond {eqn.source_info.name_stack}".strip()
         inner: list[Scope] = []
         outs: list[list[ScopeValue]] = []
+        sliced = self.sliced  # what a branch brings into a layout stays in it
         for branch in eqn.params["branches"]:
             body = branch.jaxpr
             env: dict[Var, ScopeValue] = dict(zip(body.invars, values[1:], strict=True))
             within = Scope(body, scope.times, scope.microbatch)
+            self.sliced = {**sliced}
             self.walk(within, env)
+            self.sliced = sliced
             inner.append(within)
             outs.append([self.read(env, atom) for atom in body.outvars])
         boundaries: list[int | None] = []
@@ -161,7 +165,8 @@ class _LoopWalk:
             inner.live.entering, inner.live.last = True, -1
         else:
             self.throughout.append(inner)
-            if what == "slice" and (outer is None or inner.node != outer.node):
+            is_own = outer is None or inner.node != outer.node
+            if what == "slice" and is_own and not is_constant(value):
                 self._brought(inner, outer)
             if outer is not None and (what == "slice" or inner.node == outer.node):
                 self.throughout.append(outer)
@@ -178,7 +183,7 @@ class _LoopWalk:
         walk, before = self.walk, self.walk.sliced.get(id(outer))
         layouts = walk.interned(tuple(map(stacked, inner.layouts)))
         shape = (self.eqn.params["length"], *inner.shape)
-        since = None if before is None else before.live.last
+        since = None if before is None else before.live.last + 1
         live = LiveRange(self.start, self.start, fused=False, same_as=outer, since=since)
         stack = replace(inner, layouts=layouts, shape=shape, live=live)
         walk.built.values.append(stack)

@@ -2,11 +2,13 @@
 
 To bring a part of a leaf from the hosts' memory and back costs the same whoever reads it. So a node
 need not have each strategy twice: what holds the leaf's bytes may have none, at that cost. Where
-bytes have a price instead, the cheaper of both places is known before.
+bytes have a price instead, the cheaper of both places is known before. Leaves of which a loop has
+copies keep all their strategies: these are free where the leaf lies on the device as they do.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -41,6 +43,8 @@ class FoldedHosts:
             for number, node in enumerate(built.nodes)
             if node.layouts and node.layouts[-1].in_host and not node.layouts[0].in_host
         }
+        for number in _not_alike(problem, halves, len(built.nodes)):
+            del halves[number]
         if not halves:
             return cls(problem)
         costs, edges = list(problem.node_costs), list(problem.edge_costs)
@@ -88,6 +92,27 @@ class FoldedHosts:
                 is_there = self.problem.usages[holder][found.assignment[holder]] == 0
             chosen[n] += half * is_there
         return replace(found, assignment=tuple(chosen))
+
+
+def _not_alike(problem: Problem, halves: Mapping[int, int], count: int) -> set[int]:
+    """The nodes whose leaf costs more in the hosts' memory for some of its readers than for others.
+
+    With several holders that is so: of a copy for a loop, which is the leaf's own buffer on the
+    device. `count` nodes are no holders.
+    """
+    holders, found = Counter[int](), set[int]()
+    for n, end, matrix in _ends(problem):
+        half = halves.get(n)
+        if half is None:
+            continue
+        if end >= count:
+            holders[n] += not np.array_equal(matrix[:half], matrix[half:])
+            continue
+        allowed = matrix[:, (matrix < FORBIDDEN).all(axis=0)]
+        more = allowed[half:] - allowed[:half]
+        if (more != more[:, :1]).any():
+            found.add(n)
+    return found | {n for n, number in holders.items() if number > 1}
 
 
 def _ends(problem: Problem) -> Iterator[tuple[int, int, NDArray[np.int64]]]:

@@ -378,8 +378,9 @@ class _Moments:
             parts = [(instruction.body, entering[:consts], slices, {*entering})]
         else:
             parts = [(body, body.inputs, (), {*body.inputs}) for body in instruction.blocks]
+        in_body = self.in_body or isinstance(instruction, Loop)
         for body, kept, slices, entered in parts:
-            moments = _Moments(body, self.mesh, rules, kept, slices, in_body=True)
+            moments = _Moments(body, self.mesh, rules, kept, slices, in_body=in_body)
             size, alive = moments.worst(moments.for_poolings())
             size -= sum(map(self.size, entered))
             if size > worst:

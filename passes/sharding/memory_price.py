@@ -7,6 +7,7 @@ one's buffer, so the program is as quickly solved as one without a limit.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -50,9 +51,14 @@ class MemoryPrices:
                 sizes = [row.bytes_in(layout, built.mesh) for layout in value.layouts]
                 known[key] = np.array(sizes, np.float64)
             pair = None if other is None else (other.node, value.node)
-            if other is not None and pair in places:
+            if other is None:
+                self._of_nodes.append((value.node, known[key]))
+            elif pair in places:
                 apart = _differs(other.layouts, value.layouts)
                 self._of_edges.append((places[pair], apart * known[key]))
+            elif other.node == value.node:
+                apart = np.not_equal(*_numbered(other.layouts, value.layouts))
+                self._of_nodes.append((value.node, apart * known[key]))
             else:
                 self._of_nodes.append((value.node, known[key]))
         priced = (*self._of_nodes, *self._of_edges)
@@ -107,9 +113,16 @@ class MemoryPrices:
 
 def _differs(layouts: Sequence[Layout], others: Sequence[Layout]) -> Floats:
     """For each pair, 1 where the two are not the same, else 0."""
-    numbers = {layout: number for number, layout in enumerate(dict.fromkeys((*layouts, *others)))}
-    first, second = (np.array([numbers[x] for x in found]) for found in (layouts, others))
+    first, second = _numbered(layouts, others)
     return (first[:, None] != second[None, :]).astype(np.float64)
+
+
+def _numbered(*groups: Sequence[Layout]) -> list[NDArray[np.int64]]:
+    """The same numbers for the same layouts."""
+    numbers = {
+        layout: number for number, layout in enumerate(dict.fromkeys(itertools.chain(*groups)))
+    }
+    return [np.array([numbers[layout] for layout in group]) for group in groups]
 
 
 def solve_at_price(

@@ -122,6 +122,16 @@ class Replicated:
 
 ScopeValue = Assigned | Recomputed | Replicated
 
+_FILLS = frozenset(("broadcast_in_dim", "convert_element_type", "iota", "reshape"))
+
+
+def is_constant(value: ScopeValue) -> bool:
+    """Whether a value is made of scalars and of nothing else, so that who reads it makes it."""
+    if not isinstance(value, Recomputed):
+        return isinstance(value, Replicated)
+    is_filled = value.eqn.primitive.name in _FILLS
+    return is_filled and all(x is None or is_constant(x) for x in value.operands)
+
 
 @dataclass
 class Node:

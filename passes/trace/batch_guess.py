@@ -39,6 +39,7 @@ class DimensionLoops:
     scanned: set[Hashable] = field(default_factory=set)  # those that a scan with carries walks
     placed: set[Hashable] = field(default_factory=set)  # those of which parts are taken by position
     filled: set[Var] = field(default_factory=set)  # with one number
+    walks: list[tuple[Dim, list[Dim]]] = field(default_factory=list)  # of scans, and their carries'
 
     @classmethod
     def of(cls, jaxpr: Jaxpr) -> DimensionLoops:
@@ -55,6 +56,10 @@ class DimensionLoops:
         while (parent := self.parents.get(dim, root)) != root:
             self.parents[dim], dim = root, parent
         return root
+
+    def carried_by(self) -> set[tuple[Hashable, Hashable]]:
+        """Loops that scans with carries walk, each with a loop that such a carry has."""
+        return {(self.loop(dim), self.loop(own)) for dim, carry in self.walks for own in carry}
 
     def _join(self, dims: Sequence[Hashable]) -> None:
         for dim in dims[1:]:
@@ -105,6 +110,11 @@ class DimensionLoops:
             self._join(leading)
             if scan.num_carry:
                 self.scanned.update(leading)
+                carries = scan.operands(scan.body.invars)[1]
+                own = [
+                    dim for v in carries for d in range(len(v.aval.shape)) for dim in _dims(v, d)
+                ]
+                self.walks += [(dim, own) for dim in leading[:1]]
         _, before = scan.operands(scan.body.invars)[:2]
         self._bind(before, scan.results(scan.body.outvars)[0])
         self._walk(scan.body, rules)
@@ -175,14 +185,14 @@ def guess_axes(jaxpr: Jaxpr, leaves: Sequence[Leaf], state: Iterable[int]) -> di
         dims = _dims(jaxpr.invars[index], axis)
         return loops.loop(dims[0]) if dims else None
 
-    # Time is walked by scans: what comes after it may be the batch, unless that looks more like
-    # time, of which parts are taken and positions are compared.
-    timed = final(loops.placed) | meet_themselves(jaxpr, loops)
-    axes = dict.fromkeys((x.index for x in leaves), 0)
-    for x in leaves:
-        if len(x.shape) > 1 and (first := of(x.index, 0)) in scanned:
-            axes[x.index] = int(first in timed or of(x.index, 1) not in timed)
-    scanned -= {of(index, axis) for index, axis in axes.items() if axis == 0}
+    # Time is walked by scans: what comes after it may be the batch. But not if that looks more like
+    # time, of which parts are taken and positions are compared, and is nothing that is carried.
+    timed, carried = final(loops.placed) | meet_themselves(jaxpr, loops), loops.carried_by()
+    walked = [(of(x.index, 0), of(x.index, 1)) for x in leaves if len(x.shape) > 1]
+    rows = {first for first, _ in walked if first in scanned and first not in timed}
+    rows -= {first for first, other in walked if other not in timed or (first, other) in carried}
+    scanned -= rows
+    axes = {x.index: int(len(x.shape) > 1 and of(x.index, 0) in scanned) for x in leaves}
     leading = {x.index: of(x.index, axes[x.index]) for x in leaves}
 
     def features_of(leaf: Leaf) -> set[Hashable | None]:

@@ -48,9 +48,10 @@ def with_other_axes(
     """Let an error about the batch name the other dimension that may hold the examples.
 
     Time-major data look like a batch along time. Another loop of the program may hold the examples
-    where every leaf of the batch has it, no state has it, no scan walks it in order (unless it
-    leads and was passed over for that), and no value has it twice, as the scores of attention have
-    time. Where rows of the batch meet, it looks like time if they do so in such scores.
+    where every leaf of the batch has it, no state has it, no scan walks it in order (unless it was
+    passed over for that, and the scan carries nothing of what was taken), and no value has it
+    twice, as the scores of attention have time. Where rows of the batch meet, it looks like time if
+    they do so in such scores.
     """
     labelled = inputs[: sum(1 for argument in arguments for _ in argument.arrays())]
     batch = [i for i, label in enumerate(labelled) if label.batch_axis is not None]
@@ -66,8 +67,11 @@ def with_other_axes(
     state = {loop for i, x in enumerate(inputs) if x.role == "state" for loop in held[i]}
     shared = set.intersection(*(set(held[i]) for i in batch)) - taken - state
     met = meet_themselves(jaxpr, loops)
-    passed_over = all(labelled[i].batch_axis for i in batch)
-    shared -= met if passed_over else met | {loops.loop(dim) for dim in loops.scanned}
+    passed_over, kept = all(labelled[i].batch_axis for i in batch), loops.carried_by()
+    scanned = {loops.loop(dim) for dim in loops.scanned}
+    shared -= met | {
+        x for x in scanned if not passed_over or any((x, loop) in kept for loop in taken)
+    }
     is_time = not isinstance(error, InexactMicrobatchError) or not taken.isdisjoint(met)
     if len(shared) != 1 or not is_time:
         return
