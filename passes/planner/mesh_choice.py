@@ -359,7 +359,7 @@ def plan_meshes(
         tried = [first, near]
         if not near.fits:
             tried += small(i, 1 if hurries else len(DEAR))
-            if searches[i].is_large and any(x.fits for x in tried):
+            if any(x.fits for x in tried):
                 tried.append(searches[i].at_least_price(first))
             elif not hurries and not hopeless(i):
                 tried += searches[i].least(False)
