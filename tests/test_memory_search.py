@@ -256,6 +256,24 @@ def test_where_two_meshes_need_far_too_much_no_other_is_planned(
     assert least <= found <= 2 * least
 
 
+def test_what_misses_by_far_is_not_solved_within_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plans that are chosen for their bytes tell, where more microbatches can be tried."""
+    monkeypatch.setattr(layout_search.LayoutSearch, "too_few", lambda self, counts: [])
+    solved: list[int] = []
+    real = stage_shardings.MeshSearch.tightened
+
+    def tightened(self: Any, plan: PlannedStage, tries: int | None = None) -> PlannedStage:
+        solved.append(self.split.num_microbatches)
+        return real(self, plan, tries)
+
+    monkeypatch.setattr(stage_shardings.MeshSearch, "tightened", tightened)
+    plan = planned("scanned", 24_000, rows=1024, method="zero3")
+    assert plan.estimates.peak_bytes_per_device <= 24_000
+    assert plan.num_microbatches == 8 and not {1, 2} & {*solved}
+
+
 def test_what_cannot_fit_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(Progress, "report", lambda self, line: lines.append(line))
