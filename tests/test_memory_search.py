@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from counted_rows import rows_over_peaks
 from small_steps import perceptron
 
 import autopar
@@ -22,7 +23,6 @@ from autopar.passes.planner.least_memory import LeastMemory
 from autopar.passes.planner.mesh_choice import plan_mesh
 from autopar.passes.planner.planned_stage import PlannedStage
 from autopar.passes.sharding.compiler_rules import GPU, RULES
-from autopar.passes.sharding.memory_rows import memory_rows, rows_peak
 from autopar.passes.trace.trace import trace
 
 pytestmark = pytest.mark.usefixtures("no_remedies")
@@ -364,16 +364,7 @@ def test_rows_count_what_the_program_of_a_stage_needs(
         value, gradients = jax.value_and_grad(loss)(state, x)
         return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients), value
 
-    seen: list[float] = []
-    real = stage_shardings.MeshSearch.checked
-
-    def checked(self: Any, plan: PlannedStage) -> PlannedStage:
-        rows = memory_rows(self.built, self.memory(plan.remat))
-        counted = rows_peak(self.built, rows, plan.solution.assignment)
-        seen.append(counted / real(self, plan).peak.bytes)
-        return real(self, plan)
-
-    monkeypatch.setattr(stage_shardings.MeshSearch, "checked", checked)
+    seen = rows_over_peaks(monkeypatch)
     state = {f"w{i}": jnp.ones((width, width)) for i in range(layers)}
     for method in ("zero2", "zero3", "auto"):
         autopar.plan(

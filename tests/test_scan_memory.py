@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from counted_rows import rows_over_peaks
 
 import autopar
 from autopar.base.options import Options
@@ -179,17 +180,7 @@ def test_rows_count_what_a_stage_with_a_scan_needs(
     remat: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the forward pass keeps for the backward one is there for every microbatch in flight."""
-    seen: list[float] = []
-    real = MeshSearch.checked
-
-    def checked(self: MeshSearch, plan: Any) -> Any:
-        found = real(self, plan)
-        rows = memory_rows(self.built, self.memory(plan.remat))
-        told = rows_peak(self.built, rows, plan.solution.assignment)
-        seen.append(told / found.peak.bytes)
-        return found
-
-    monkeypatch.setattr(MeshSearch, "checked", checked)
+    seen = rows_over_peaks(monkeypatch)
     autopar.plan(
         scanned,
         *arguments(512, 4096),

@@ -143,13 +143,15 @@ class _LoopWalk:
         self._keep_until_now()
         if begins:
             walk.built.body = BodyTimes(self.start, walk.built.time, begins)
-        walk.built.time += 2  # what leaves the loop is there after it
+        walk.built.time += (
+            2  # a moment for stacks that leave in another layout; carries leave after it
+        )
         nodes = (*carry_nodes, *stack_nodes)
         results = [
             self._leave(var, node, is_stack=place >= len(carried))
             for place, ((_, var), node) in enumerate(zip((*carried, *rows), nodes, strict=True))
         ]
-        walk.built.time += 1  # stacks have left before what is next
+        walk.built.time += 1  # from now on stacks are there as they have left
         return results
 
     def _enter(self, var: Var, value: ScopeValue, what: str, is_sum: bool = False) -> None:
@@ -256,7 +258,7 @@ class _LoopWalk:
             made.live.first, made.live.absent = self.start, var in walk.passed
         whole = walk.completed(made, var, self.label)
         if is_stack and whole is not made:
-            # Where nothing is to be added the stack is what it was, and there once.
+            # Then both are there, but once where nothing is to be added.
             now, absent = walk.built.time, whole.live.absent
             live = LiveRange(now - 1, now, fused=False, absent=absent, same_as=made)
             walk.built.values.append(replace(whole, live=live))

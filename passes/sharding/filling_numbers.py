@@ -8,6 +8,7 @@ from typing import Any
 from autopar.passes.graph.primitives import ELEMENTWISE
 from autopar.passes.sharding.compiler_rules import IN_PLACE, CompilerRules
 from autopar.passes.sharding.instruction_values import loop_counts
+from autopar.passes.sharding.scopes import FILLS
 from autopar.passes.sharding.spmd_program import (
     Compute,
     Instruction,
@@ -28,7 +29,7 @@ def filling_numbers(
     None: it is not one number everywhere. A choice between the same number is no choice.
     """
     found: dict[ShardedValue, Any] = {}
-    plain = _PLAIN if rules.counts_operations else _PLAIN | ELEMENTWISE
+    plain = FILLS if rules.counts_operations else FILLS | ELEMENTWISE
 
     def filling(value: ShardedValue) -> Any:
         return _number(value.atom.val) if is_literal(value) else found.get(value)
@@ -43,7 +44,7 @@ def filling_numbers(
                 is_constant, number = len(cases) == 1 and None not in cases, next(iter(cases))
             else:
                 is_constant = name in plain and all(v in found for v in own)
-                is_filled = name in _PLAIN and bool(instruction.operands)
+                is_filled = name in FILLS and bool(instruction.operands)
                 number = filling(instruction.operands[0]) if is_filled else None
         else:
             is_constant = isinstance(instruction, Relayout) and all(v in found for v in own)
@@ -71,7 +72,3 @@ def beginnings(
 
 def _number(value: Any) -> Any:
     return value.item() if getattr(value, "size", 0) == 1 and hasattr(value, "item") else value
-
-
-_PLAIN = frozenset(("broadcast_in_dim", "convert_element_type", "iota", "reshape"))
-"""What is no arithmetic on constants."""

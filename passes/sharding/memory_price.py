@@ -50,17 +50,14 @@ class MemoryPrices:
             if key not in known:
                 sizes = [row.bytes_in(layout, built.mesh) for layout in value.layouts]
                 known[key] = np.array(sizes, np.float64)
-            pair = None if other is None else (other.node, value.node)
-            if other is None:
-                self._of_nodes.append((value.node, known[key]))
-            elif pair in places:
-                apart = _differs(other.layouts, value.layouts)
-                self._of_edges.append((places[pair], apart * known[key]))
-            elif other.node == value.node:
-                apart = np.not_equal(*_numbered(other.layouts, value.layouts))
-                self._of_nodes.append((value.node, apart * known[key]))
-            else:
-                self._of_nodes.append((value.node, known[key]))
+            own = known[key]
+            if other is not None and (pair := (other.node, value.node)) in places:
+                first, second = _numbered(other.layouts, value.layouts)
+                self._of_edges.append((places[pair], (first[:, None] != second) * own))
+                continue
+            if other is not None and other.node == value.node:
+                own = np.not_equal(*_numbered(other.layouts, value.layouts)) * own
+            self._of_nodes.append((value.node, own))
         priced = (*self._of_nodes, *self._of_edges)
         self._most = sum(float(sizes.max()) for _, sizes in priced)
 
@@ -109,12 +106,6 @@ class MemoryPrices:
             forbidden = between[place] >= FORBIDDEN
             between[place] = np.where(forbidden, FORBIDDEN, between[place] + added)
         return replace(problem, node_costs=tuple(costs), edge_costs=tuple(between))
-
-
-def _differs(layouts: Sequence[Layout], others: Sequence[Layout]) -> Floats:
-    """For each pair, 1 where the two are not the same, else 0."""
-    first, second = _numbered(layouts, others)
-    return (first[:, None] != second[None, :]).astype(np.float64)
 
 
 def _numbered(*groups: Sequence[Layout]) -> list[NDArray[np.int64]]:

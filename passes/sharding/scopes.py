@@ -122,14 +122,15 @@ class Replicated:
 
 ScopeValue = Assigned | Recomputed | Replicated
 
-_FILLS = frozenset(("broadcast_in_dim", "convert_element_type", "iota", "reshape"))
+FILLS = frozenset(("broadcast_in_dim", "convert_element_type", "iota", "reshape"))
+"""What is no arithmetic on constants: who reads the result makes it."""
 
 
 def is_constant(value: ScopeValue) -> bool:
-    """Whether a value is made of scalars and of nothing else, so that who reads it makes it."""
+    """Whether a value is filled with scalars, without arithmetic."""
     if not isinstance(value, Recomputed):
         return isinstance(value, Replicated)
-    is_filled = value.eqn.primitive.name in _FILLS
+    is_filled = value.eqn.primitive.name in FILLS
     return is_filled and all(x is None or is_constant(x) for x in value.operands)
 
 
