@@ -401,11 +401,11 @@ def test_programs_may_not_fill_a_gpu() -> None:
 
 @pytest.mark.parametrize("share", [-0.1, 1.1])
 def test_shares_are_shares(share: float) -> None:
-    for field in ({"overlap": share}, {"device": {"memory_fraction": share}}):
+    for name in ("overlap", "memory_fraction", "mixing_share"):
         plain = Cluster.preset("h100").to_dict()
-        plain["device"] |= field.pop("device", {})
-        with pytest.raises(OptionError, match="not a share"):
-            Cluster.from_dict(plain | field)
+        (plain if name == "overlap" else plain["device"])[name] = share
+        with pytest.raises(OptionError, match=f"{name} is {share}, not a share"):
+            Cluster.from_dict(plain)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ it was found.
   erfc is of. What one instruction alone reads is computed in that one's kernel, so readers are
   kernels: counted one by one, a logistic after a group norm would be written for several that are
   one (a U-Net was planned a quarter too large).
+- A softmax over few rows of scores in 16 bits is two kernels on an H200, and its exponentials are
+  written in float32 (`split_softmaxes.py`). Found on a GPT, planned 16% too small.
 - Products, convolutions, sorts and loops read buffers. A gather, a scatter and a slice's update
   take in what makes their indices and updates.
 - But a product computes an operand itself that one operation makes of a value, or of a value and a
@@ -237,6 +239,10 @@ KERNEL_ROW_ELEMENTS = 2048
 where the product's operands are put together of halves (`softmaxes.py`)."""
 
 
+SPLIT_ROWS = 67_000
+"""Of a softmax that XLA computes in two kernels for an H200: at the most."""
+
+
 VECTOR_LANES = 128
 """Of a TPU's vectors, along the last dimension."""
 
@@ -261,6 +267,8 @@ class CompilerRules:
       products_take_in: a product computes its operands itself, as an elementwise kernel does.
       products_write_epilogues: a product writes what is made of its result, rather than that.
       softmaxes_are_written: a softmax over rows writes its exponentials.
+      split_rows: how many rows a softmax has at most that is computed in two kernels
+        (`split_softmaxes.py`).
       loops_compute_again: in loops, what a product's kernel would wait for is computed once more.
       slices_are_read: who reads a part of a buffer reads it in the buffer.
       gathers_read_buffers: what a gather takes from is in memory, in the dtype that it takes.
@@ -296,6 +304,7 @@ class CompilerRules:
     products_take_in: bool = False
     products_write_epilogues: bool = False
     softmaxes_are_written: bool = False
+    split_rows: int = 0
     loops_compute_again: bool = False
     slices_are_read: bool = False
     gathers_read_buffers: bool = False
@@ -404,9 +413,11 @@ def rules_of(device_name: str) -> CompilerRules:
     """The rules for a kind of device."""
     rules = RULES[backend_of(device_name)]
     tiles = KERNEL_TILES.get(known_capability(device_name))
-    if rules.backend != GPU or tiles is None:
+    if rules.backend != GPU:
         return rules
-    return replace(rules, grouped=GroupedMeans(tiles=tiles))
+    if "h200" in device_name.lower():
+        rules = replace(rules, split_rows=SPLIT_ROWS)
+    return rules if tiles is None else replace(rules, grouped=GroupedMeans(tiles=tiles))
 
 
 def is_same_buffer(eqn: JaxprEqn, bytes_read: int, bytes_made: int) -> bool:

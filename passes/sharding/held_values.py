@@ -24,6 +24,7 @@ from autopar.passes.sharding.epilogues import (
 from autopar.passes.sharding.kernel_times import cycles, kernel_seconds
 from autopar.passes.sharding.product_kernels import mapped, operand_of, sums_of_convolutions
 from autopar.passes.sharding.softmaxes import Softmaxes, softmaxes_of
+from autopar.passes.sharding.split_softmaxes import split_exponentials
 from autopar.passes.sharding.turned_products import made_together, turned_products
 
 SEVERAL = 2
@@ -144,6 +145,8 @@ def held_values(
     }
     refusing.update(v for summed in sums.values() for v in summed)
     refusing |= softmaxes.written
+    if rules.split_rows:
+        refusing |= split_exponentials(program, root, num_elements, rules.split_rows)
     made_of: dict[V, frozenset[V]] = {v: frozenset((v,)) for v in inputs}
     roots = dict(made_of)  # as if everything that can be fused were
     chains: dict[V, frozenset[V]] = defaultdict(frozenset)  # what is computed to compute a value

@@ -135,7 +135,9 @@ class Pricing:
         The rows of a grouped product are cut in `row_parts`.
         """
         traffic = self._traffic_of(eqn)
-        moved = traffic.bytes + traffic.inner_bytes / self.cluster.device.fused_speedup
+        device = self.cluster.device
+        written = traffic.bytes / (device.mixing_share if traffic.mixes else 1.0)
+        moved = written + traffic.inner_bytes / device.fused_speedup
         key = (id(rule), eqn.primitive, moved, row_parts)
         if key not in self._compute:
             self._compute[key] = self._compute_seconds(eqn, rule, moved, row_parts)

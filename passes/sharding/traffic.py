@@ -16,6 +16,7 @@ XLA's GPU backend decides so by its cost model (`xla/service/gpu/transforms/prio
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Set
 from typing import NamedTuple
@@ -26,13 +27,14 @@ from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import Atom, inner_jaxprs
 from autopar.passes.graph.primitives import (
     CONTROL_FLOW,
+    ELEMENTWISE,
     REDUCTIONS,
     RESHAPES,
     SCATTERS,
     UNFUSED,
     keeps_order,
 )
-from autopar.passes.sharding.scopes import value_bytes
+from autopar.passes.sharding.scopes import aval_shape, itemsize, value_bytes
 
 # A view of the same bytes: nothing is moved.
 _VIEWS = RESHAPES - {"broadcast_in_dim", "transpose"} | {
@@ -46,6 +48,10 @@ _VIEWS = RESHAPES - {"broadcast_in_dim", "transpose"} | {
 }
 # Kernels of their own on both sides. XLA fuses a concatenation as it does a slice.
 _ALONE = UNFUSED - REDUCTIONS - {"concatenate", "optimization_barrier"}
+_WORD, _SECTOR = 4, 32
+"""Bytes: of what memory adds to by itself, and of what a GPU's cache moves at once. Narrower
+numbers that several updates may add to are compared and swapped, each by a sector of its own: rows
+of bfloat16 took 29 (H100) to 35 (H200) bytes of their bandwidth a number, of float32 12."""
 # They read of an operand only what they return.
 _PARTS = frozenset({"dynamic_slice", "gather", "slice", "split", "unstack"})
 
@@ -54,12 +60,13 @@ class Traffic(NamedTuple):
     """What an equation adds to its kernel, and how many kernels it starts.
 
     The kernel reads and writes `bytes` in memory for it; `inner_bytes` are of a result that is made
-    where it is read.
+    where it is read. A kernel that `mixes` reduces, or repeats what is smaller: rows, columns.
     """
 
     bytes: int
     inner_bytes: int
     kernels: int
+    mixes: bool = False
 
 
 _NONE = Traffic(0, 0, 0)
@@ -101,15 +108,29 @@ def _own_bytes(eqn: JaxprEqn, read: int) -> int:
     if name == "dynamic_update_slice":  # in place
         return 2 * value_bytes(eqn.invars[1])
     if name in SCATTERS:  # in place: indices, updates, and what they are combined with
-        return value_bytes(eqn.invars[1]) + 3 * value_bytes(eqn.invars[2])
+        return value_bytes(eqn.invars[1]) + _combined_bytes(eqn)
     return read + written
 
 
+def _combined_bytes(eqn: JaxprEqn) -> int:
+    """What a scatter moves for its updates, and for what these are combined with."""
+    updates = eqn.invars[2]
+    moved = 3 * value_bytes(updates)
+    if SCATTERS[eqn.primitive.name] is None or eqn.params["unique_indices"]:
+        return moved
+    count = math.prod(aval_shape(updates))
+    return max(moved, _SECTOR * count) if itemsize(updates.aval) < _WORD else moved
+
+
 class _FusedChain(NamedTuple):
-    """The written values from which an operation is computed, and the bytes read of each."""
+    """The written values from which an operation is computed, and the bytes read of each.
+
+    Whether the operations up to it mix: `Traffic`.
+    """
 
     frontier: dict[Var, int]
     level: int
+    mixes: bool = False
 
     @property
     def bytes(self) -> int:
@@ -173,7 +194,7 @@ class _FusionWalk:
         self._seen.update((var, level) for var in fresh)
         joins = len(fresh) < len(made.frontier)
         moved = sum(fresh.values()) + sum(map(value_bytes, kept))
-        return Traffic(moved, 0, 0 if joins else 1)
+        return Traffic(moved, 0, 0 if joins else 1, made.mixes)
 
     def _is_made_in(self, var: Var, level: int) -> bool:
         """Whether a kernel of that level goes on with a value that it writes."""
@@ -187,7 +208,7 @@ class _FusionWalk:
 
     def _chain(self, eqn: JaxprEqn) -> _FusedChain:
         frontier: dict[Var, int] = {}
-        level = 0
+        level, mixes = 0, _mixes(eqn)
         for place, atom in enumerate(eqn.invars):
             if isinstance(atom, Literal):
                 continue
@@ -199,8 +220,19 @@ class _FusionWalk:
             inner = self.chains.get(var) or _FusedChain({var: size}, before)
             for read, bytes_read in inner.frontier.items():
                 frontier[read] = max(frontier.get(read, 0), bytes_read)
-            level = max(level, inner.level)
-        return _FusedChain(frontier, level)
+            level, mixes = max(level, inner.level), mixes or inner.mixes
+        return _FusedChain(frontier, level, mixes)
+
+
+def _mixes(eqn: JaxprEqn) -> bool:
+    """Whether an operation reduces to more than a number, or repeats more than one."""
+    name = eqn.primitive.name
+    if name in REDUCTIONS:
+        return math.prod(aval_shape(eqn.outvars[0])) > 1
+    if name != "broadcast_in_dim" and name not in ELEMENTWISE:
+        return False
+    size = math.prod(aval_shape(eqn.outvars[0]))
+    return any(1 < math.prod(aval_shape(atom)) < size for atom in eqn.invars)
 
 
 def _kernels_of(jaxpr: Jaxpr, source: Mapping[Var, Var], first: _FusionWalk) -> dict[Var, int]:
@@ -244,6 +276,17 @@ def _written(jaxpr: Jaxpr, source: dict[Var, Var]) -> set[Var]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in CONTROL_FLOW or is_barrier(eqn) or name in _ALONE:
-            for atom in eqn.invars:
+            for atom in eqn.invars[_computed_operands(eqn) :]:
                 keep(atom)
     return found
+
+
+def _computed_operands(eqn: JaxprEqn) -> int:
+    """How many of the first operands a kernel computes where it reads them.
+
+    A gather of few numbers (of a loss, one of each row of logarithms) does so: they are written for
+    it no more than for anyone else.
+    """
+    if eqn.primitive.name != "gather":
+        return 0
+    return int(value_bytes(eqn.outvars[0]) < value_bytes(eqn.invars[0]))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 
+from autopar.base.cluster import Cluster
 from autopar.passes.graph.graph import flatten, walk
+from autopar.passes.primitives.populate import populate
+from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.traffic import MemoryTraffic
 
 N = 256
@@ -77,6 +82,74 @@ def test_parts_are_read_in_part() -> None:
     assert totals(lambda a: a[:2] + 1.0, x) == (4 * ROW, 1)
     assert totals(lambda a, i: jnp.take(a, i, axis=0), x, indices)[0] < 8 * ROW
     assert totals(lambda a, b: a.at[3:5].set(b), x, row.update(shape=(2, N)))[0] < 7 * ROW
+
+
+@pytest.mark.parametrize("dtype, each", [(jnp.bfloat16, 32), (jnp.float16, 32), (jnp.float32, 12)])
+def test_narrow_numbers_are_added_one_by_one(dtype: Any, each: int) -> None:
+    """A GPU's memory adds words; narrower numbers cost a sector each, where several may meet."""
+    whole, part = (jax.ShapeDtypeStruct((n, N), dtype) for n in (N, 8))
+    index = jax.ShapeDtypeStruct((8,), jnp.int32)
+
+    def moved(unique: bool) -> int:
+        def add(a: Any, b: Any, i: Any) -> Any:
+            return a.at[i].add(b, unique_indices=unique, mode="promise_in_bounds")
+
+        jaxpr = flatten(jax.make_jaxpr(add)(whole, part, index)).jaxpr
+        traffic = MemoryTraffic(jaxpr)
+        (scatter,) = (eqn for eqn in walk(jaxpr) if eqn.primitive.name == "scatter-add")
+        return traffic.of(scatter).bytes - 8 * 4
+
+    assert moved(unique=False) == each * 8 * N
+    assert moved(unique=True) == 3 * dtype(0).itemsize * 8 * N
+
+
+def test_few_gathered_numbers_are_computed() -> None:
+    """The logarithms of a loss are nowhere: one of each row is taken of them."""
+    labels = jax.ShapeDtypeStruct((N,), jnp.int32)
+
+    def loss(a: Any, y: Any) -> Any:
+        logs = jax.nn.log_softmax(a.astype(jnp.float32))
+        return jnp.take_along_axis(logs, y[:, None], 1).mean()
+
+    narrow = x.update(dtype=jnp.bfloat16)
+    # Read for the largest numbers and for the sums, in 16 bits.
+    assert MATRIX <= totals(loss, narrow, labels)[0] < 1.2 * MATRIX
+    # What takes as much as there is has it written.
+    everything = jax.ShapeDtypeStruct((N,), jnp.int32)
+    assert totals(lambda a, i: jnp.take(a + 1.0, i, axis=0), x, everything)[0] >= 4 * MATRIX
+
+
+def test_kernels_that_mix_are_told() -> None:
+    def mixed(function: Callable[..., Any], *shapes: Any) -> list[bool]:
+        jaxpr = flatten(jax.make_jaxpr(function)(*shapes)).jaxpr
+        traffic = MemoryTraffic(jaxpr)
+        return [t.mixes for t in map(traffic.of, walk(jaxpr)) if t.bytes]
+
+    assert mixed(lambda a, b: a + 0.1 * b, x, x) == [False]
+    assert mixed(lambda a: a.sum(), x) == [False]
+    assert mixed(lambda a: a.sum(axis=1), x) == [True]
+    assert mixed(lambda a, b: jnp.tanh(a + b), x, row) == [True]
+    assert all(mixed(jax.nn.softmax, x))
+
+
+def test_kernels_that_mix_are_priced_by_their_share() -> None:
+    cluster = Cluster.preset("h200")
+    quick = replace(cluster, device=replace(cluster.device, mixing_share=1.0))
+    assert cluster.device.mixing_share < 1.0
+
+    def ratio(function: Callable[..., Any], *shapes: Any) -> float:
+        jaxpr = flatten(jax.make_jaxpr(function)(*shapes)).jaxpr
+        (eqn,) = jaxpr.eqns
+        rule = populate(jaxpr)[eqn]
+        one, other = (
+            Pricing(c, (1,), traffic=MemoryTraffic(jaxpr)).compute(eqn, rule)
+            for c in (quick, cluster)
+        )
+        return one / other
+
+    share = ratio(lambda a: jax.lax.reduce_sum(a, (1,)), x)
+    assert share == pytest.approx(cluster.device.mixing_share)
+    assert ratio(lambda a: jnp.tanh(a), x) == 1.0
 
 
 def test_barriers_keep_what_passes_them() -> None:
