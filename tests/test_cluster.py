@@ -401,7 +401,7 @@ def test_programs_may_not_fill_a_gpu() -> None:
 
 @pytest.mark.parametrize("share", [-0.1, 1.1])
 def test_shares_are_shares(share: float) -> None:
-    for name in ("overlap", "memory_fraction", "mixing_share"):
+    for name in ("overlap", "memory_fraction", "row_share"):
         plain = Cluster.preset("h100").to_dict()
         (plain if name == "overlap" else plain["device"])[name] = share
         with pytest.raises(OptionError, match=f"{name} is {share}, not a share"):

@@ -32,7 +32,7 @@ def impossible_numbers(cluster: Any) -> list[str]:
         problems.append(f"device.peak_flops has none of {', '.join(FLOATS)}")
     if cluster.oversubscription < 1 or cluster.nodes_per_switch < 0:
         problems.append("oversubscription is less than 1, or nodes_per_switch less than 0")
-    for name in ("overlap", "device.memory_fraction", "device.mixing_share"):
+    for name in ("overlap", "device.memory_fraction", "device.row_share"):
         share = operator.attrgetter(name)(cluster)
         if not 0 <= share <= 1 or (share == 0 and name != "overlap"):
             problems.append(f"{name} is {share}, not a share")

@@ -28,10 +28,9 @@ class Device(Record):
       fused_speedup: how many times quicker a value is passed on inside of a kernel than written to
         memory. By default 16: an L1 cache of a V100 gives 14 TB/s where its memory gives 0.9 (Jia
         et al., "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking", 2018).
-      mixing_share: the share of the memory's bandwidth that kernels reach which reduce or repeat
-        rows or columns: softmaxes, norms, biases and their gradients. Those of an H200 are hardly
-        quicker than those of an H100, whose memory has 0.7 of its bandwidth and whose cores are the
-        same.
+      row_share: the share of the memory's bandwidth that kernels reach which reduce rows and have
+        the sums meet them again: softmaxes, norms. Those of an H200 are hardly quicker than those
+        of an H100, whose memory has 0.7 of its bandwidth and whose cores are the same.
       memory_fraction: the share that programs may fill. The rest is what the driver's context,
         collectives' buffers and products' workspaces take. A run must let JAX have it: of a GPU it
         takes 0.75 unless the environment's XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
@@ -44,7 +43,7 @@ class Device(Record):
     max_efficiency: float
     kernel_seconds: float
     fused_speedup: float = 16.0
-    mixing_share: float = 1.0
+    row_share: float = 1.0
     memory_fraction: float = 1.0
 
     @property

@@ -259,6 +259,7 @@ class CompilerRules:
       counts_operations: arithmetic that is done again costs time, beside the bytes that it reads.
       turns_gathers: what was gathered along another dimension than the first lies in an order that
         loops do not take (`turned_gathers.py`).
+      fills_stacks: what a loop stacks is filled with zeros before.
       fills_together: buffers that begin as the same constant are filled when the first is needed.
       product_kernels: products compute operands that one operation makes, and convolutions add a
         buffer to their result (`product_kernels.py`).
@@ -298,6 +299,7 @@ class CompilerRules:
     keeps_order: bool = False
     counts_operations: bool = True
     turns_gathers: bool = False
+    fills_stacks: bool = True
     fills_together: bool = True
     product_kernels: bool = False
     expands_windows: bool = False
@@ -378,6 +380,7 @@ RULES = {
         TPU,
         fuses_anywhere=True,
         counts_operations=False,
+        fills_stacks=False,
         fills_together=False,
         products_take_in=True,
         products_write_epilogues=True,

@@ -72,7 +72,8 @@ class Pricing:
         # By the ids of lists of layouts, which the tables keep.
         self.resharding = self.tables.resharding.setdefault((cluster, reduce_scatter), {})
         self._compute: dict[Any, float] = {}
-        self._grouped = rules_of(cluster.device.name).grouped
+        rules = rules_of(cluster.device.name)
+        self._grouped, self._fills_stacks = rules.grouped, rules.fills_stacks
 
     def reshard(
         self,
@@ -136,8 +137,9 @@ class Pricing:
         """
         traffic = self._traffic_of(eqn)
         device = self.cluster.device
-        written = traffic.bytes / (device.mixing_share if traffic.mixes else 1.0)
+        written = traffic.bytes / (device.row_share if traffic.has_rows else 1.0)
         moved = written + traffic.inner_bytes / device.fused_speedup
+        moved += traffic.stack_bytes if self._fills_stacks else 0
         key = (id(rule), eqn.primitive, moved, row_parts)
         if key not in self._compute:
             self._compute[key] = self._compute_seconds(eqn, rule, moved, row_parts)

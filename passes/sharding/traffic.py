@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -28,12 +28,15 @@ from autopar.passes.graph.graph import Atom, inner_jaxprs
 from autopar.passes.graph.primitives import (
     CONTROL_FLOW,
     ELEMENTWISE,
+    KERNELS,
+    PRODUCTS,
     REDUCTIONS,
     RESHAPES,
     SCATTERS,
     UNFUSED,
     keeps_order,
 )
+from autopar.passes.sharding.compiler_rules import reduces_rows
 from autopar.passes.sharding.scopes import aval_shape, itemsize, value_bytes
 
 # A view of the same bytes: nothing is moved.
@@ -60,13 +63,15 @@ class Traffic(NamedTuple):
     """What an equation adds to its kernel, and how many kernels it starts.
 
     The kernel reads and writes `bytes` in memory for it; `inner_bytes` are of a result that is made
-    where it is read. A kernel that `mixes` reduces, or repeats what is smaller: rows, columns.
+    where it is read. It `has_rows` if it reduces rows whose results meet them again, as
+    softmaxes and norms do. What a loop stacks is filled first: `stack_bytes` of them for a trip.
     """
 
     bytes: int
     inner_bytes: int
     kernels: int
-    mixes: bool = False
+    has_rows: bool = False
+    stack_bytes: int = 0
 
 
 _NONE = Traffic(0, 0, 0)
@@ -84,12 +89,12 @@ class MemoryTraffic:
         known = self._found.get(id(eqn))
         return alone(eqn) if known is None or known[0] is not eqn else known[1]
 
-    def _walk(self, jaxpr: Jaxpr) -> None:
-        for eqn, traffic in zip(jaxpr.eqns, _scope(jaxpr), strict=True):
+    def _walk(self, jaxpr: Jaxpr, loop: JaxprEqn | None = None) -> None:
+        for eqn, traffic in zip(jaxpr.eqns, _scope(jaxpr, loop), strict=True):
             self._found[id(eqn)] = eqn, traffic
             if eqn.primitive.name in CONTROL_FLOW:
                 for body in inner_jaxprs(eqn):
-                    self._walk(body)
+                    self._walk(body, eqn if eqn.primitive.name == "scan" else None)
 
 
 def alone(eqn: JaxprEqn) -> Traffic:
@@ -125,12 +130,12 @@ def _combined_bytes(eqn: JaxprEqn) -> int:
 class _FusedChain(NamedTuple):
     """The written values from which an operation is computed, and the bytes read of each.
 
-    Whether the operations up to it mix: `Traffic`.
+    Whether the operations up to it have rows: `Traffic`.
     """
 
     frontier: dict[Var, int]
     level: int
-    mixes: bool = False
+    has_rows: bool = False
 
     @property
     def bytes(self) -> int:
@@ -138,15 +143,39 @@ class _FusedChain(NamedTuple):
         return sum(self.frontier.values())
 
 
-def _scope(jaxpr: Jaxpr) -> tuple[Traffic, ...]:
-    """The traffic of each equation of one scope, in order; control flow has none of its own."""
+def _scope(jaxpr: Jaxpr, loop: JaxprEqn | None) -> tuple[Traffic, ...]:
+    """The traffic of each equation of one scope, in order; control flow has none of its own.
+
+    The scope may be the body of a `loop`.
+    """
     source = _views(jaxpr)
     written = _written(jaxpr, source)
     first = _FusionWalk(source, written)
     for eqn in jaxpr.eqns:
         first.traffic(eqn)
     second = _FusionWalk(source, written, _kernels_of(jaxpr, source, first))
-    return tuple(map(second.traffic, jaxpr.eqns))
+    found = tuple(map(second.traffic, jaxpr.eqns))
+    return found if loop is None else tuple(_with_stacks(jaxpr, loop, source, found))
+
+
+def _with_stacks(
+    jaxpr: Jaxpr, loop: JaxprEqn, source: Mapping[Var, Var], found: Sequence[Traffic]
+) -> Iterator[Traffic]:
+    """What a trip moves beside: to and from stacks.
+
+    A stack is filled before the loop. Elementwise kernels read and write parts of stacks in place;
+    what others read is copied out of a stack first, and what they make is copied into it.
+    """
+    consts, carries = loop.params["num_consts"], loop.params["num_carry"]
+    slices = set(jaxpr.invars[consts + carries :])
+    stacked = {source.get(x, x) for x in jaxpr.outvars[carries:] if isinstance(x, Var)}
+    for eqn, traffic in zip(jaxpr.eqns, found, strict=True):
+        made = sum(map(value_bytes, stacked.intersection(eqn.outvars)))
+        copied = 0
+        if eqn.primitive.name in PRODUCTS | KERNELS:
+            operands = {source.get(x, x) for x in eqn.invars if isinstance(x, Var)}
+            copied = 2 * (made + sum(map(value_bytes, operands & slices)))
+        yield traffic._replace(bytes=traffic.bytes + copied, stack_bytes=made)
 
 
 class _FusionWalk:
@@ -166,6 +195,7 @@ class _FusionWalk:
         self.source, self.written, self.kernels = source, written, kernels or {}
         self.levels: dict[Var, int] = {}  # of written values; what enters has 0
         self.chains: dict[Var, _FusedChain] = {}  # of what is computed where it is read
+        self._of_rows: set[Var] = set()  # what is made of the results of reduced rows
         self._seen: set[tuple[Var, int]] = set()
         self._open: set[Var] = set()  # what its kernel may go on with
 
@@ -194,7 +224,7 @@ class _FusionWalk:
         self._seen.update((var, level) for var in fresh)
         joins = len(fresh) < len(made.frontier)
         moved = sum(fresh.values()) + sum(map(value_bytes, kept))
-        return Traffic(moved, 0, 0 if joins else 1, made.mixes)
+        return Traffic(moved, 0, 0 if joins else 1, made.has_rows)
 
     def _is_made_in(self, var: Var, level: int) -> bool:
         """Whether a kernel of that level goes on with a value that it writes."""
@@ -206,9 +236,25 @@ class _FusionWalk:
         count = self.kernels.get(var, 1)
         return (count - 1) * made.bytes > (count + 1) * value_bytes(var)
 
+    def _meets_rows(self, eqn: JaxprEqn) -> bool:
+        """Whether an operation reduces rows, or has what was made of their results meet them."""
+        name, (result, *_) = eqn.primitive.name, eqn.outvars
+        if name in REDUCTIONS:
+            if reduces_rows(eqn) and result not in self.written:
+                self._of_rows.add(result)
+            return result in self._of_rows
+        operands = {self.source.get(x, x) for x in eqn.invars if isinstance(x, Var)}
+        if name not in ELEMENTWISE | {"broadcast_in_dim"} or operands.isdisjoint(self._of_rows):
+            return False
+        sizes = {math.prod(aval_shape(var)) for var in operands & self._of_rows}
+        if min(sizes) < math.prod(aval_shape(result)):
+            return True
+        self._of_rows.add(result)
+        return False
+
     def _chain(self, eqn: JaxprEqn) -> _FusedChain:
         frontier: dict[Var, int] = {}
-        level, mixes = 0, _mixes(eqn)
+        level, has_rows = 0, self._meets_rows(eqn)
         for place, atom in enumerate(eqn.invars):
             if isinstance(atom, Literal):
                 continue
@@ -220,19 +266,8 @@ class _FusionWalk:
             inner = self.chains.get(var) or _FusedChain({var: size}, before)
             for read, bytes_read in inner.frontier.items():
                 frontier[read] = max(frontier.get(read, 0), bytes_read)
-            level, mixes = max(level, inner.level), mixes or inner.mixes
-        return _FusedChain(frontier, level, mixes)
-
-
-def _mixes(eqn: JaxprEqn) -> bool:
-    """Whether an operation reduces to more than a number, or repeats more than one."""
-    name = eqn.primitive.name
-    if name in REDUCTIONS:
-        return math.prod(aval_shape(eqn.outvars[0])) > 1
-    if name != "broadcast_in_dim" and name not in ELEMENTWISE:
-        return False
-    size = math.prod(aval_shape(eqn.outvars[0]))
-    return any(1 < math.prod(aval_shape(atom)) < size for atom in eqn.invars)
+            level, has_rows = max(level, inner.level), has_rows or inner.has_rows
+        return _FusedChain(frontier, level, has_rows)
 
 
 def _kernels_of(jaxpr: Jaxpr, source: Mapping[Var, Var], first: _FusionWalk) -> dict[Var, int]:

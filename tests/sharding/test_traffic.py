@@ -14,7 +14,7 @@ from autopar.base.cluster import Cluster
 from autopar.passes.graph.graph import flatten, walk
 from autopar.passes.primitives.populate import populate
 from autopar.passes.sharding.pricing import Pricing
-from autopar.passes.sharding.traffic import MemoryTraffic
+from autopar.passes.sharding.traffic import MemoryTraffic, Traffic
 
 N = 256
 ROW, MATRIX = 4 * N, 4 * N * N
@@ -119,37 +119,90 @@ def test_few_gathered_numbers_are_computed() -> None:
     assert totals(lambda a, i: jnp.take(a + 1.0, i, axis=0), x, everything)[0] >= 4 * MATRIX
 
 
-def test_kernels_that_mix_are_told() -> None:
-    def mixed(function: Callable[..., Any], *shapes: Any) -> list[bool]:
-        jaxpr = flatten(jax.make_jaxpr(function)(*shapes)).jaxpr
-        traffic = MemoryTraffic(jaxpr)
-        return [t.mixes for t in map(traffic.of, walk(jaxpr)) if t.bytes]
-
-    assert mixed(lambda a, b: a + 0.1 * b, x, x) == [False]
-    assert mixed(lambda a: a.sum(), x) == [False]
-    assert mixed(lambda a: a.sum(axis=1), x) == [True]
-    assert mixed(lambda a, b: jnp.tanh(a + b), x, row) == [True]
-    assert all(mixed(jax.nn.softmax, x))
+def each(function: Callable[..., Any], *shapes: Any) -> list[Traffic]:
+    """That of every equation which moves something."""
+    jaxpr = flatten(jax.make_jaxpr(function)(*shapes)).jaxpr
+    traffic = MemoryTraffic(jaxpr)
+    return [t for t in map(traffic.of, walk(jaxpr)) if t.bytes]
 
 
-def test_kernels_that_mix_are_priced_by_their_share() -> None:
+def test_rows_that_meet_their_sums_are_told() -> None:
+    def has_rows(function: Callable[..., Any], *shapes: Any) -> list[bool]:
+        return [t.has_rows for t in each(function, *shapes)]
+
+    assert has_rows(jax.nn.softmax, x) == [True, True, True]
+    assert has_rows(lambda a: a * jax.lax.rsqrt(jnp.mean(a * a, -1, keepdims=True)), x)[-1]
+    assert has_rows(lambda a, b: jnp.tanh(a + 0.1 * b), x, x) == [False]
+    assert has_rows(lambda a, b: jnp.tanh(a + b), x, row) == [False]
+    # Sums of columns, of everything, and of rows that others read are kernels like any other.
+    assert not any(has_rows(lambda a: a - a.sum(axis=0), x))
+    assert not any(has_rows(lambda a: a - a.sum(), x))
+    assert has_rows(lambda a: a.sum(axis=1), x) == [False]
+
+    def kept(a: Any) -> Any:
+        largest = a.max(axis=1)
+        return a - largest[:, None], largest
+
+    assert not any(has_rows(kept, x))
+
+
+def test_rows_are_priced_by_their_share() -> None:
     cluster = Cluster.preset("h200")
-    quick = replace(cluster, device=replace(cluster.device, mixing_share=1.0))
-    assert cluster.device.mixing_share < 1.0
+    quick = replace(cluster, device=replace(cluster.device, row_share=1.0))
+    assert cluster.device.row_share < 1.0
 
-    def ratio(function: Callable[..., Any], *shapes: Any) -> float:
-        jaxpr = flatten(jax.make_jaxpr(function)(*shapes)).jaxpr
-        (eqn,) = jaxpr.eqns
-        rule = populate(jaxpr)[eqn]
-        one, other = (
-            Pricing(c, (1,), traffic=MemoryTraffic(jaxpr)).compute(eqn, rule)
-            for c in (quick, cluster)
-        )
-        return one / other
+    def ratio(function: Callable[..., Any]) -> float:
+        jaxpr = flatten(jax.make_jaxpr(function)(x)).jaxpr
+        rules = populate(jaxpr)
 
-    share = ratio(lambda a: jax.lax.reduce_sum(a, (1,)), x)
-    assert share == pytest.approx(cluster.device.mixing_share)
-    assert ratio(lambda a: jnp.tanh(a), x) == 1.0
+        def seconds(cluster: Cluster) -> float:
+            pricing = Pricing(cluster, (1,), traffic=MemoryTraffic(jaxpr))
+            return sum(pricing.compute(eqn, rules[eqn]) for eqn in jaxpr.eqns)
+
+        return seconds(quick) / seconds(cluster)
+
+    assert ratio(lambda a: jnp.tanh(a)) == 1.0
+    assert 0.7 < ratio(jax.nn.softmax) < 0.8
+
+
+def test_stacks_are_filled_and_copied() -> None:
+    """Products write arrays of their own, and read such; elementwise kernels do it in place."""
+    stack = jax.ShapeDtypeStruct((5, N, N), jnp.float32)
+
+    def moved(body: Callable[..., Any]) -> tuple[int, int]:
+        def loop(a: Any, weights: Any) -> Any:
+            return jax.lax.scan(body, a, weights)
+
+        found = each(loop, x, stack)
+        return sum(t.bytes for t in found), sum(t.stack_bytes for t in found)
+
+    def product(c: Any, w: Any) -> Any:
+        return c, c @ c
+
+    def elementwise(c: Any, w: Any) -> Any:
+        return c, jnp.tanh(c)
+
+    assert moved(product) == ((3 - 1 + 2) * MATRIX, MATRIX)
+    assert moved(elementwise) == (2 * MATRIX, MATRIX)
+    assert moved(lambda c, w: (c @ w, None)) == ((3 + 2) * MATRIX, 0)
+    assert moved(lambda c, w: (c + w, None)) == (3 * MATRIX, 0)
+
+
+def test_tpus_fill_no_stacks() -> None:
+    def loop(a: Any) -> Any:
+        return jax.lax.scan(lambda c, _: (c, jnp.tanh(c)), a, length=5)
+
+    jaxpr = flatten(jax.make_jaxpr(loop)(x)).jaxpr
+    (tanh,) = (eqn for eqn in walk(jaxpr) if eqn.primitive.name == "tanh")
+    traffic = MemoryTraffic(jaxpr)
+
+    def moved(device: str) -> float:
+        cluster = Cluster.preset(device)
+        seconds = Pricing(cluster, (1,), traffic=traffic).compute(tanh, populate(jaxpr)[tanh])
+        return seconds * cluster.device.memory_bandwidth
+
+    assert moved("tpu-v5e") == pytest.approx(2 * MATRIX)
+    assert moved("h100") == pytest.approx(3 * MATRIX)
 
 
 def test_barriers_keep_what_passes_them() -> None:
