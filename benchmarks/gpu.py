@@ -13,7 +13,9 @@ takes too long says so in its words, and the rest goes on.
 - models: bytes of the device planned, compiled and measured (JAX counts them on GPUs alone), and
   seconds of a step planned and measured, beside those of plain `jax.jit` of the same function in
   turns if both fit (the goal is a ratio of at most 1.02), with the difference of their losses;
-  seconds of planning and of both compilations;
+  those of steps in a row, of which only the last is waited for, and how long the device is busy in
+  one (`gpu_profile.py`), which is what a plan promises; seconds of planning and of both
+  compilations;
 - grouped products: those of experts by our kernels, by loops, and by XLA, beside a plain product of
   as many operations (`grouped_products.py`);
 - call: microseconds of the calling thread that a call of a step with many leaves takes;
@@ -46,6 +48,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gpu_profile import profiled, steps_in_a_row
 from gpu_setting import Setting
 from gpu_stages import on_ray, two_stages
 from grouped_products import measured_groups
@@ -273,6 +276,7 @@ def model(case: Case, setting: Setting) -> dict[str, Any]:
             states[name] = place[name]()
             pair = {name: one}
             seconds |= alternate(pair, states, batches, setting.repeats)
+    found = not_waited_for(steps, states, place, batches)
     ours, theirs = ([x for x, _ in seconds.get(name, ())] for name in ("autopar", "jit"))
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)] if theirs else []
     return {
@@ -285,12 +289,38 @@ def model(case: Case, setting: Setting) -> dict[str, Any]:
         "jit_seconds": statistics.median(theirs) if theirs else None,
         "ratio": statistics.median(ratios) if ratios else None,
         "in_turns": together,
+        **found,
         "losses": losses,
         "plan_seconds": planned - start,
         "compile_seconds": compiled - planned,
         "jit_compile_seconds": ended - compiled,
         "tokens_per_step": built.tokens_per_step,
     }
+
+
+def not_waited_for(
+    steps: dict[str, Any],
+    states: dict[str, Any],
+    place: dict[str, Callable[[], Any]],
+    batches: dict[str, Any],
+) -> dict[str, Any]:
+    """Steps in a row, one program after the other, and what the profiler sees of ours.
+
+    States that are not there, because both would not fit, are made again in the others' place.
+    """
+
+    def state_of(name: str) -> Any:
+        if name not in states:
+            states.clear()
+            states[name] = place[name]()
+        return states.pop(name)
+
+    found: dict[str, Any] = {}
+    for name, key in (("jit", "jit_row_seconds"), ("autopar", "row_seconds")):
+        if name in steps:
+            states[name], found[key] = steps_in_a_row(steps[name], state_of(name), batches[name])
+    _, seen = profiled(steps["autopar"], state_of("autopar"), batches["autopar"])
+    return found | seen
 
 
 def made(shapes: Any) -> Any:
@@ -385,8 +415,9 @@ OTHERS: dict[str, Callable[[Setting], dict[str, Any]]] = {
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    heads = ("memory planned", "compiled", "measured", "step planned", "measured", "jit", "ratio")
-    shown = Table("", *heads, "compile", "remarks", title="one device")
+    sizes = ("memory planned", "compiled", "measured")
+    times = ("step planned", "busy", "in a row", "waited for", "jit", "ratio")
+    shown = Table("", *sizes, *times, "compile", "remarks", title="one device")
     for x in rows:
         shown.add_row(x["row"], *cells(x))
     return shown
@@ -399,7 +430,8 @@ def cells(found: dict[str, Any]) -> list[str]:
         return "" if found.get(name) is None else form(found[name])
 
     sizes = [text(f"{kind}_bytes", format_bytes) for kind in ("planned", "compiled", "measured")]
-    times = [text(f"{kind}_seconds", format_seconds) for kind in ("planned", "measured", "jit")]
+    kinds = ("planned", "busy", "row", "measured", "jit")
+    times = [text(f"{kind}_seconds", format_seconds) for kind in kinds]
     return [
         *sizes,
         *times,

@@ -15,6 +15,7 @@ try:
     import compilers
     import contest
     import gpu
+    import gpu_profile
     import gpu_setting
     import lattices
     import paper_cases
@@ -35,6 +36,7 @@ __all__ = [
     "deepseek",
     "evaluate",
     "gpu",
+    "gpu_profile",
     "gpu_setting",
     "is_allowed",
     "lattices",

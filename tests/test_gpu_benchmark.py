@@ -1,13 +1,14 @@
 """`benchmarks/gpu.py`: its rows on this machine, and rows that fail or take too long."""
 
 import argparse
+import functools
 import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark_modules import gpu, gpu_setting
+from benchmark_modules import gpu, gpu_profile, gpu_setting
 from rich.console import Console
 
 
@@ -76,6 +77,53 @@ def test_grouped_products_are_measured_in_every_way(tmp_path: Path) -> None:
         for way, seconds in x["seconds"].items():
             assert x["tflops"][way] == pytest.approx(2e-12 * rows * depth * columns / seconds)
     assert "qwen3 sums: kernel" in " ".join(shown([found]).split())
+
+
+def test_a_model_is_also_measured_without_waiting(tmp_path: Path) -> None:
+    found = gpu.row("gpt-125M", setting(tmp_path))
+    assert "error" not in found, found
+    assert found["row_seconds"] > 0 and found["jit_row_seconds"] > 0
+    assert "busy_seconds" not in found  # only GPUs have streams
+    seen = {"busy_seconds": 0.0125, "row_seconds": 0.0131}
+    assert "12.5 ms" in shown([found | seen]) and "13.1 ms" in shown([found | seen])
+
+
+def test_states_that_do_not_fit_together_are_made_again() -> None:
+    there: set[str] = set()
+    most = 0
+
+    class State:
+        """One of two that fill the device."""
+
+        def __init__(self, name: str):
+            nonlocal most
+            self.name = name
+            there.add(name)
+            most = max(most, len(there))
+
+        def __del__(self) -> None:
+            there.discard(self.name)
+
+    def step(state: State, batch: str) -> tuple[State, dict[str, float]]:
+        assert state.name == batch
+        return state, {}
+
+    names = ("autopar", "jit")
+    found = gpu.not_waited_for(
+        dict.fromkeys(names, step),
+        {"jit": State("jit")},
+        {name: functools.partial(State, name) for name in names},
+        {name: name for name in names},
+    )
+    assert set(found) == {"row_seconds", "jit_row_seconds"} and most == 1
+
+
+@pytest.mark.parametrize(
+    "spans, total",
+    [([], 0.0), ([(0, 4), (1, 2), (3, 6)], 6.0), ([(0, 1), (2, 3)], 2.0), ([(1, 1)], 0.0)],
+)
+def test_what_overlaps_is_busy_once(spans: list[tuple[float, float]], total: float) -> None:
+    assert gpu_profile.covered(spans) == total
 
 
 @pytest.mark.full
