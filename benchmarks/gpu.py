@@ -78,7 +78,7 @@ WORD = "autopar-gpu-row "
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and how its step is planned."""
+    """A model, and how its step is planned; `override`: autopar chooses what is computed again."""
 
     model: str
     batch: int
@@ -86,6 +86,7 @@ class Case:
     microbatches: int = 1
     flash: bool = False
     offload: str = "none"
+    override: bool = False
     size: Any = None
 
     def built(self, tiny: bool) -> registry.TrainStep:
@@ -108,6 +109,7 @@ CASES = {
     "wide-resnet-250M": Case("wide-resnet-250M", 64),
     "gpt-350M flash remat": Case("gpt-350M", 8, remat=True, flash=True),
     "llama-1B scan remat": Case("llama-scanned-7B", 4, remat=True, size=LLAMA_1B),
+    "llama-1B scan override": Case("llama-scanned-7B", 4, override=True, size=LLAMA_1B),
     "wide-resnet-250M remat": Case("wide-resnet-250M", 64, remat=True),
     "gpt-125M remat offload": Case("gpt-125M", 8, remat=True, offload="optimizer"),
     "sparse-1B remat": Case("qwen3-30B", 2, remat=True, flash=True, size=SPARSE_1B),
@@ -236,6 +238,7 @@ def model(case: Case, setting: Setting) -> dict[str, Any]:
         "microbatches": case.microbatches,
         "offload": case.offload,
         "progress": False,
+        **({"remat": "override"} if case.override else {}),
     }
     start = time.perf_counter()
     plan = autopar.plan(built.step, built.state, built.batch, **asked)

@@ -113,18 +113,19 @@ def _own_bytes(eqn: JaxprEqn, read: int) -> int:
     if name == "dynamic_update_slice":  # in place
         return 2 * value_bytes(eqn.invars[1])
     if name in SCATTERS:  # in place: indices, updates, and what they are combined with
-        return value_bytes(eqn.invars[1]) + _combined_bytes(eqn)
+        moved = 3 * value_bytes(eqn.invars[2])
+        if SCATTERS[name] is not None and not eqn.params["unique_indices"]:
+            moved = max(moved, _added_bytes(eqn.invars[2]))
+        return value_bytes(eqn.invars[1]) + moved
+    if name == "select_and_scatter_add":  # the gradient of a maximum over windows
+        return read + written + _added_bytes(eqn.invars[0])
     return read + written
 
 
-def _combined_bytes(eqn: JaxprEqn) -> int:
-    """What a scatter moves for its updates, and for what these are combined with."""
-    updates = eqn.invars[2]
-    moved = 3 * value_bytes(updates)
-    if SCATTERS[eqn.primitive.name] is None or eqn.params["unique_indices"]:
-        return moved
-    count = math.prod(aval_shape(updates))
-    return max(moved, _SECTOR * count) if itemsize(updates.aval) < _WORD else moved
+def _added_bytes(updates: Atom) -> int:
+    """What narrow numbers cost that memory does not add by itself: `_SECTOR`."""
+    is_narrow = itemsize(updates.aval) < _WORD
+    return _SECTOR * math.prod(aval_shape(updates)) if is_narrow else 0
 
 
 class _FusedChain(NamedTuple):

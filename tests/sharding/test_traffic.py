@@ -103,6 +103,24 @@ def test_narrow_numbers_are_added_one_by_one(dtype: Any, each: int) -> None:
     assert moved(unique=True) == 3 * dtype(0).itemsize * 8 * N
 
 
+@pytest.mark.parametrize("dtype, each", [(jnp.bfloat16, 32), (jnp.float32, 0)])
+def test_gradients_of_maxima_over_windows_are_added_too(dtype: Any, each: int) -> None:
+    image = jax.ShapeDtypeStruct((1, 16, 16, 8), dtype)
+    pooled = jax.ShapeDtypeStruct((1, 8, 8, 8), dtype)
+
+    def gradient(a: Any, g: Any) -> Any:
+        pool = lambda a: jax.lax.reduce_window(  # noqa: E731
+            a, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME"
+        )
+        return jax.vjp(pool, a)[1](g)[0]
+
+    jaxpr = flatten(jax.make_jaxpr(gradient)(image, pooled)).jaxpr
+    traffic = MemoryTraffic(jaxpr)
+    (added,) = (eqn for eqn in walk(jaxpr) if eqn.primitive.name == "select_and_scatter_add")
+    plain = dtype(0).itemsize * (2 * image.size + pooled.size)
+    assert traffic.of(added).bytes == plain + each * pooled.size
+
+
 def test_few_gathered_numbers_are_computed() -> None:
     """The logarithms of a loss are nowhere: one of each row is taken of them."""
     labels = jax.ShapeDtypeStruct((N,), jnp.int32)
