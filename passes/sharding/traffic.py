@@ -55,6 +55,7 @@ _WORD, _SECTOR = 4, 32
 """Bytes: of what memory adds to by itself, and of what a GPU's cache moves at once. Narrower
 numbers that several updates may add to are compared and swapped, each by a sector of its own: rows
 of bfloat16 took 29 (H100) to 35 (H200) bytes of their bandwidth a number, of float32 12."""
+_SPREADING = ELEMENTWISE | {"broadcast_in_dim"}
 # They read of an operand only what they return.
 _PARTS = frozenset({"dynamic_slice", "gather", "slice", "split", "unstack"})
 
@@ -239,16 +240,17 @@ class _FusionWalk:
 
     def _meets_rows(self, eqn: JaxprEqn) -> bool:
         """Whether an operation reduces rows, or has what was made of their results meet them."""
-        name, (result, *_) = eqn.primitive.name, eqn.outvars
+        name = eqn.primitive.name
         if name in REDUCTIONS:
-            if reduces_rows(eqn) and result not in self.written:
-                self._of_rows.add(result)
-            return result in self._of_rows
+            is_met = reduces_rows(eqn) and eqn.outvars[0] not in self.written
+            self._of_rows.update(eqn.outvars if is_met else ())
+            return is_met
         operands = {self.source.get(x, x) for x in eqn.invars if isinstance(x, Var)}
-        if name not in ELEMENTWISE | {"broadcast_in_dim"} or operands.isdisjoint(self._of_rows):
+        if name not in _SPREADING or operands.isdisjoint(self._of_rows):
             return False
-        sizes = {math.prod(aval_shape(var)) for var in operands & self._of_rows}
-        if min(sizes) < math.prod(aval_shape(result)):
+        (result,) = eqn.outvars
+        small = min(math.prod(aval_shape(var)) for var in operands & self._of_rows)
+        if small < math.prod(aval_shape(result)):
             return True
         self._of_rows.add(result)
         return False

@@ -164,6 +164,14 @@ def test_rows_that_meet_their_sums_are_told() -> None:
     assert not any(has_rows(kept, x))
 
 
+def test_effects_alone_move_nothing() -> None:
+    def shown(a: Any) -> Any:
+        jax.debug.callback(lambda _: None, a.sum())
+        return jax.nn.softmax(a)
+
+    assert totals(shown, x)[0] >= totals(jax.nn.softmax, x)[0]
+
+
 def test_rows_are_priced_by_their_share() -> None:
     cluster = Cluster.preset("h200")
     quick = replace(cluster, device=replace(cluster.device, row_share=1.0))
