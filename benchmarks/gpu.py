@@ -279,7 +279,7 @@ def model(case: Case, setting: Setting) -> dict[str, Any]:
             states[name] = place[name]()
             pair = {name: one}
             seconds |= alternate(pair, states, batches, setting.repeats)
-    found = not_waited_for(steps, states, place, batches)
+    not_waited = not_waited_for(steps, states, place, batches)
     ours, theirs = ([x for x, _ in seconds.get(name, ())] for name in ("autopar", "jit"))
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)] if theirs else []
     return {
@@ -292,7 +292,7 @@ def model(case: Case, setting: Setting) -> dict[str, Any]:
         "jit_seconds": statistics.median(theirs) if theirs else None,
         "ratio": statistics.median(ratios) if ratios else None,
         "in_turns": together,
-        **found,
+        **not_waited,
         "losses": losses,
         "plan_seconds": planned - start,
         "compile_seconds": compiled - planned,
@@ -318,12 +318,15 @@ def not_waited_for(
             states[name] = place[name]()
         return states.pop(name)
 
-    found: dict[str, Any] = {}
-    for name, key in (("jit", "jit_row_seconds"), ("autopar", "row_seconds")):
+    seconds: dict[str, Any] = {}
+    for name, key in (("jit", "jit_in_a_row_seconds"), ("autopar", "in_a_row_seconds")):
         if name in steps:
-            states[name], found[key] = steps_in_a_row(steps[name], state_of(name), batches[name])
-    _, seen = profiled(steps["autopar"], state_of("autopar"), batches["autopar"])
-    return found | seen
+            states[name], seconds[key] = steps_in_a_row(steps[name], state_of(name), batches[name])
+    try:
+        _, seen = profiled(steps["autopar"], state_of("autopar"), batches["autopar"])
+    except Exception as error:  # all else is measured
+        seen = {"profiler_error": f"{type(error).__name__}: {error}"}
+    return seconds | seen
 
 
 def made(shapes: Any) -> Any:
@@ -433,7 +436,7 @@ def cells(found: dict[str, Any]) -> list[str]:
         return "" if found.get(name) is None else form(found[name])
 
     sizes = [text(f"{kind}_bytes", format_bytes) for kind in ("planned", "compiled", "measured")]
-    kinds = ("planned", "busy", "row", "measured", "jit")
+    kinds = ("planned", "busy", "in_a_row", "measured", "jit")
     times = [text(f"{kind}_seconds", format_seconds) for kind in kinds]
     return [
         *sizes,

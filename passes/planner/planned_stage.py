@@ -82,7 +82,7 @@ class PlannedStage:
     def costs(self, cluster: Cluster) -> PieceCosts:
         """What blocks of the stage cost on its part of the cluster."""
         part = submesh(cluster, math.prod(self.mesh))
-        pricing = Pricing(part, self.mesh, traffic=self.split.traffic)
+        pricing = Pricing(part, self.mesh, traffic=self.split.traffic(part.device.name))
         return PieceCosts(pricing, self.split.rules)
 
 

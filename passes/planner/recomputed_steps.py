@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn
 
 from autopar.base.cluster import Cluster
 from autopar.base.plan_records import Recomputation
-from autopar.passes.graph.primitives import keeps_order
+from autopar.passes.graph.primitives import KERNELS, PRODUCTS, keeps_order
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.choice import KeptChoice, KeptValues
@@ -18,6 +18,7 @@ from autopar.passes.recompute.run_again import recomputed
 from autopar.passes.recompute.without_loop import without_loop
 from autopar.passes.sharding.compiler_rules import SAME_BUFFER, rules_of
 from autopar.passes.sharding.pricing import Pricing
+from autopar.passes.sharding.traffic import STACK_PASSES
 from autopar.passes.slicing.anatomy import bytes_of
 
 
@@ -67,11 +68,14 @@ class RecomputedSteps:
 
         Of a stage, `at_once`: a microbatch runs forward and backward without a break.
         """
-        prices = Pricing(cluster, (cluster.num_devices,), traffic=split.traffic)
+        prices = Pricing(
+            cluster, (cluster.num_devices,), traffic=split.traffic(cluster.device.name)
+        )
         compiler = rules_of(cluster.device.name)
 
         def seconds(eqn: JaxprEqn) -> float:
-            alone = prices.compute(eqn, split.rules[eqn], cluster.num_devices)
+            rule = split.rules[eqn]
+            alone = prices.compute(eqn, rule, cluster.num_devices, stacking=False)
             return FUSED * alone if compiler.may_be_fused(eqn) else alone
 
         def writing(eqn: JaxprEqn) -> float:
@@ -82,8 +86,12 @@ class RecomputedSteps:
                 eqn = values.parts.body.eqns[number]
             return 1 / cluster.device.memory_bandwidth if compiler.may_be_fused(eqn) else 0.0
 
+        def stacking(eqn: JaxprEqn) -> float:
+            passes = STACK_PASSES if eqn.primitive.name in PRODUCTS | KERNELS else 1
+            return passes / cluster.device.memory_bandwidth if compiler.fills_stacks else 0.0
+
         price = 2 / cluster.host_bandwidth if hosting and cluster.host_bandwidth else 0.0
-        values = KeptValues.of(split.step, split.rules, seconds, price, at_once, writing)
+        values = KeptValues.of(split.step, split.rules, seconds, price, at_once, writing, stacking)
         return cls(split, values, cluster.num_devices)
 
     def smallest_fits(

@@ -58,10 +58,16 @@ class SplitStep:
         graph = Graph(self.graph.jaxpr, own.inputs, own.outputs, own.constants)
         return replace(stage, step=replace(self.step, graph=graph))
 
+    def traffic(self, device: str) -> MemoryTraffic:
+        """What its equations move in the memory of a kind of device."""
+        reads_buffers = rules_of(device).gathers_read_buffers
+        if reads_buffers not in self._traffic:
+            self._traffic[reads_buffers] = MemoryTraffic(self.graph.jaxpr, reads_buffers)
+        return self._traffic[reads_buffers]
+
     @cached_property
-    def traffic(self) -> MemoryTraffic:
-        """What its equations move in memory."""
-        return MemoryTraffic(self.graph.jaxpr)
+    def _traffic(self) -> dict[bool, MemoryTraffic]:
+        return {}
 
     @cached_property
     def dims(self) -> BatchDims:
@@ -77,10 +83,12 @@ class SplitStep:
         """
         return find_layers(self.step, self.rules)
 
-    def buffers(self, device: str) -> ScopeBuffers:
-        """Which of its values are buffers on a kind of device."""
-        return self._buffers.setdefault(device, ScopeBuffers(rules_of(device)))
+    def buffers(self, device: str, num_devices: int) -> ScopeBuffers:
+        """Which of its values are buffers on devices of a kind, whole, that divide the rows."""
+        rules = rules_of(device)
+        rules = replace(rules, split_rows=rules.split_rows * num_devices)
+        return self._buffers.setdefault((device, rules.split_rows), ScopeBuffers(rules))
 
     @cached_property
-    def _buffers(self) -> dict[str, ScopeBuffers]:
+    def _buffers(self) -> dict[tuple[str, int], ScopeBuffers]:
         return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -63,8 +64,8 @@ def prepare(
     allowed = restriction(
         graph, options.method, dims, mesh, pins, options.reduce_dtype, kinds, hosted
     )
-    pricing = Pricing(cluster, mesh, allowed.reduce_scatter, split.traffic)
-    buffers = split.buffers(cluster.device.name)
+    pricing = Pricing(cluster, mesh, allowed.reduce_scatter, split.traffic(cluster.device.name))
+    buffers = split.buffers(cluster.device.name, math.prod(mesh))
     return build(split.step, rules, mesh, pricing, allowed, buffers), pricing, dims
 
 

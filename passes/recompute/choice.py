@@ -90,6 +90,7 @@ class KeptValues:
       at_once: the last layer's backward pass follows at once, so all that it reads is kept.
       write_seconds_of: for each byte of what an equation makes that is kept, and would not be
         written otherwise, on one device.
+      stack_seconds_of: for each byte of what an equation makes that a loop stacks, on one device.
     """
 
     parts: Anatomy
@@ -98,6 +99,7 @@ class KeptValues:
     host_price: float = 0.0
     at_once: bool = True
     write_seconds_of: Seconds = lambda eqn: 0.0
+    stack_seconds_of: Seconds = lambda eqn: 0.0
 
     @classmethod
     def of(
@@ -108,6 +110,7 @@ class KeptValues:
         host_price: float = 0.0,
         at_once: bool = True,
         write_seconds_of: Seconds = lambda eqn: 0.0,
+        stack_seconds_of: Seconds = lambda eqn: 0.0,
     ) -> KeptValues:
         """Those of a step with a loop over its microbatches.
 
@@ -117,7 +120,9 @@ class KeptValues:
         parts = dissect(step)
         found = layers_of(parts, rules).layers
         layer_of = {i: n for n, layer in enumerate(found) for i in layer.equations}
-        return cls(parts, layer_of, seconds_of, host_price, at_once, write_seconds_of)
+        return cls(
+            parts, layer_of, seconds_of, host_price, at_once, write_seconds_of, stack_seconds_of
+        )
 
     @cached_property
     def maker(self) -> Mapping[Var, int]:
@@ -291,7 +296,9 @@ class KeptValues:
         eqns = pair.first.body.eqns
 
         def keeping(var: Var, number: int | None) -> int:
-            writing = 0.0 if number is None else self.write_seconds_of(eqns[number])
+            writing = 0.0
+            if number is not None:
+                writing = self.write_seconds_of(eqns[number]) + self.stack_seconds_of(eqns[number])
             return 1 + round((price + writing) * bytes_of(var) * _UNITS)
 
         inside, slices = read_whole(pair.second.body.eqns), pair.second.slices.items()

@@ -175,6 +175,7 @@ assignment too):
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -416,11 +417,12 @@ def rules_of(device_name: str) -> CompilerRules:
     """The rules for a kind of device."""
     rules = RULES[backend_of(device_name)]
     tiles = KERNEL_TILES.get(known_capability(device_name))
-    if rules.backend != GPU:
+    if rules.backend != GPU or tiles is None:
         return rules
-    if "h200" in device_name.lower():
-        rules = replace(rules, split_rows=SPLIT_ROWS)
-    return rules if tiles is None else replace(rules, grouped=GroupedMeans(tiles=tiles))
+    is_split = "H200" in re.split(r"[^A-Z0-9]+", device_name.upper())
+    return replace(
+        rules, grouped=GroupedMeans(tiles=tiles), split_rows=SPLIT_ROWS if is_split else 0
+    )
 
 
 def is_same_buffer(eqn: JaxprEqn, bytes_read: int, bytes_made: int) -> bool:

@@ -23,7 +23,7 @@ from autopar.passes.primitives.group_tiling import (
     row_dims,
     tiling_of,
 )
-from autopar.passes.sharding.compiler_rules import rules_of
+from autopar.passes.sharding.compiler_rules import GPU, rules_of
 from autopar.passes.sharding.exchange_rounds import exchange_round
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.reshard import (
@@ -74,6 +74,7 @@ class Pricing:
         self._compute: dict[Any, float] = {}
         rules = rules_of(cluster.device.name)
         self._grouped, self._fills_stacks = rules.grouped, rules.fills_stacks
+        self._adds_words = rules.backend == GPU
 
     def reshard(
         self,
@@ -130,16 +131,20 @@ class Pricing:
         alpha, beta = self.step(found[0])
         return EXPECTED_ROUNDS * alpha, EXPECTED_ROUNDS * beta * found[1]
 
-    def compute(self, eqn: JaxprEqn, rule: FactorRule, row_parts: int = 1) -> float:
+    def compute(
+        self, eqn: JaxprEqn, rule: FactorRule, row_parts: int = 1, *, stacking: bool = True
+    ) -> float:
         """Seconds of one equation on one device, undivided, without starting its kernel.
 
-        The rows of a grouped product are cut in `row_parts`.
+        The rows of a grouped product are cut in `row_parts`. With `stacking`, what a loop stacks of
+        it counts too.
         """
         traffic = self._traffic_of(eqn)
         device = self.cluster.device
         written = traffic.bytes / (device.row_share if traffic.has_rows else 1.0)
         moved = written + traffic.inner_bytes / device.fused_speedup
-        moved += traffic.stack_bytes if self._fills_stacks else 0
+        moved += traffic.stack_bytes if stacking and self._fills_stacks else 0
+        moved += traffic.added_bytes if self._adds_words else 0
         key = (id(rule), eqn.primitive, moved, row_parts)
         if key not in self._compute:
             self._compute[key] = self._compute_seconds(eqn, rule, moved, row_parts)

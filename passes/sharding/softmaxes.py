@@ -31,8 +31,9 @@ from jax.extend.core import JaxprEqn
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import ELEMENTWISE
-from autopar.passes.sharding.compiler_rules import KERNEL_ROW_ELEMENTS, reduces_rows
+from autopar.passes.sharding.compiler_rules import KERNEL_ROW_ELEMENTS
 from autopar.passes.sharding.epilogues import InstructionValues, V, name_of
+from autopar.passes.sharding.row_exponentials import RowExponentials
 
 WIDE = 4
 """Bytes of a float32."""
@@ -179,10 +180,9 @@ class _Softmaxes(Generic[V]):
     ):
         self.root, self.turned_back = root, turned_back
         self.values = _Values[V](first_size)
-        self.largest: dict[V, V] = {}  # of every row, however it is shaped: of which scores
+        self.rows = RowExponentials(root)
         self.kernels: dict[V, _Scores[V] | None] = {}  # by scores whose softmax is a kernel
         self.long: set[V] = set()  # scores of long rows
-        self.shifted: dict[V, V] = {}
         self.written, self.made_of = set[V](), set[V]()
         self.crossed: dict[V, _Crossed[V]] = {}
         self.of_crossed: dict[V, V] = {}  # what is made of such exponentials: of which
@@ -196,7 +196,6 @@ class _Softmaxes(Generic[V]):
             return
         name, result = eqn.primitive.name, self.root(made.results[0])
         operands = [None if v is None else self.root(v) for v in made.operands]
-        first = operands[0] if operands else None
         if name in ELEMENTWISE:
             self.made_of.update({result} if self.made_of.intersection(operands) else ())
             self.note_crossed(made, operands, result)
@@ -205,23 +204,15 @@ class _Softmaxes(Generic[V]):
                 if x is not None and x in self.of_crossed and atom.aval.ndim - 1 in dims:
                     is_back = made.results[0] in self.turned_back
                     self.crossed[self.of_crossed[x]].is_back = is_back
-        if name == "reduce_max" and first is not None and reduces_rows(eqn):
-            self.note_largest(made, first, result)
-        elif name in ("broadcast_in_dim", "max", "reshape"):
-            of = {self.largest[v] for v in operands if v is not None and v in self.largest}
-            if len(of) == 1:
-                self.largest[result] = of.pop()
-        elif name == "sub" and first is not None:
-            other = operands[1]
-            if other is not None and self.largest.get(other) == first:
-                self.shifted[result] = first
-        elif name == "exp" and first is not None and first in self.shifted:
-            self.note_exponentials(self.shifted[first], result)
+        scores = self.rows.scores_of(made)
+        if result in self.rows.largest and name == "reduce_max":
+            self.note_largest(made, self.rows.largest[result])
+        elif scores is not None:
+            self.note_exponentials(scores, result)
 
-    def note_largest(self, made: InstructionValues[V], scores: V, result: V) -> None:
+    def note_largest(self, made: InstructionValues[V], scores: V) -> None:
         """A softmax of scores begins."""
         assert made.eqn is not None and made.operands[0] is not None
-        self.largest[result] = scores
         own, aval = self.values.scores.get(made.operands[0]), made.eqn.invars[0].aval
         row = aval.shape[-1]
         if own is None or own.have_kernel(row):

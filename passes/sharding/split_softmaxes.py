@@ -4,8 +4,8 @@ A softmax of few rows is split there, by XLA's own estimate of both ways
 (`softmax_rewriter_triton.cc`): one kernel of Triton's finds the largest numbers and writes the
 exponentials, another adds them up, and those who read the softmax read the exponentials, the
 backward pass too. So these are there in float32, not the scores that a product wrote in 16 bits.
-Scores that are in float32 anyhow are not written a second time, and for an H100 and an A100 nothing
-is split.
+Scores that are in float32 anyhow are not written a second time, losses (`log_softmax`) are computed
+as for other GPUs, and for an H100 and an A100 nothing is split.
 
 Found by compiling two layers of attention for one H200 with jax 0.10.2, with and without a mask and
 with and without remat, rows of 256 to 4096: split with 16,384 to 66,560 rows on the device, not
@@ -18,11 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from autopar.passes.graph.primitives import ELEMENTWISE
-from autopar.passes.sharding.compiler_rules import reduces_rows
 from autopar.passes.sharding.epilogues import InstructionValues, V, name_of
+from autopar.passes.sharding.row_exponentials import RowExponentials
 
-WIDE = 4
-"""Bytes of a float32."""
+NARROW = ("bfloat16", "float16")
 
 
 def split_exponentials(
@@ -39,27 +38,24 @@ def split_exponentials(
       num_elements: of a device's part of a value.
       most_rows: of a softmax that is split.
     """
-    largest: dict[V, V] = {}  # of every row, however it is shaped: of which scores
-    widened, shifted, written = set[V](), set[V](), set[V]()
+    rows, exponentials, written = RowExponentials(root), set[V](), set[V]()
+    narrow = set[V]()  # what is made, element by element, of products' results in 16 bits
     for made in program:
         if made.eqn is None or len(made.results) != 1:
             continue
         name, result = name_of(made), root(made.results[0])
         operands = [root(v) for v in made.operands if v is not None]
-        if name == "reduce_max" and reduces_rows(made.eqn):
-            row = made.eqn.invars[0].aval.shape[-1]
-            if operands[0] in widened and num_elements(operands[0]) <= most_rows * row:
-                largest[result] = operands[0]
-        elif name in ("broadcast_in_dim", "max", "reshape", "stop_gradient"):
-            of = {largest[v] for v in operands if v in largest}
-            largest.update({result: of.pop()} if len(of) == 1 else {})
-        elif name == "sub" and len(operands) == 2 and largest.get(operands[1]) == operands[0]:
-            shifted.add(result)
-        elif name == "exp" and operands[0] in shifted:
-            written.add(result)
-        if name == "convert_element_type":
-            sizes = [x.aval.dtype.itemsize for x in (*made.eqn.invars, *made.eqn.outvars)]
-            widened.update({result} if sizes[0] < WIDE <= sizes[1] else ())
-        elif name in ELEMENTWISE and not widened.isdisjoint(operands):
-            widened.add(result)
+        scores = rows.scores_of(made)
+        if scores is not None and scores in narrow:
+            length = made.eqn.outvars[0].aval.shape[-1]
+            if num_elements(result) <= most_rows * length:
+                exponentials.add(result)
+        if name == "div":
+            written.update(exponentials.intersection(operands[:1]))
+        if name == "dot_general":
+            narrow.update({result} if str(made.eqn.outvars[0].aval.dtype) in NARROW else ())
+        elif name in ELEMENTWISE:
+            size = num_elements(result)
+            is_made = any(v in narrow and num_elements(v) == size for v in operands)
+            narrow.update({result} if is_made else ())
     return written

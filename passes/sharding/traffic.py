@@ -17,7 +17,7 @@ XLA's GPU backend decides so by its cost model (`xla/service/gpu/transforms/prio
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
@@ -56,6 +56,9 @@ _WORD, _SECTOR = 4, 32
 numbers that several updates may add to are compared and swapped, each by a sector of its own: rows
 of bfloat16 took 29 (H100) to 35 (H200) bytes of their bandwidth a number, of float32 12."""
 _SPREADING = ELEMENTWISE | {"broadcast_in_dim"}
+_ROW_SUMS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
+STACK_PASSES = 3
+"""Over a stack that a product's results are copied into: to fill, to read, to write."""
 # They read of an operand only what they return.
 _PARTS = frozenset({"dynamic_slice", "gather", "slice", "split", "unstack"})
 
@@ -64,8 +67,10 @@ class Traffic(NamedTuple):
     """What an equation adds to its kernel, and how many kernels it starts.
 
     The kernel reads and writes `bytes` in memory for it; `inner_bytes` are of a result that is made
-    where it is read. It `has_rows` if it reduces rows whose results meet them again, as
-    softmaxes and norms do. What a loop stacks is filled first: `stack_bytes` of them for a trip.
+    where it is read. It `has_rows` if it reduces rows that meet the result, or is where they meet,
+    as in softmaxes and norms. Of what is stacked in a trip of a loop, `stack_bytes` are filled
+    before and, where no elementwise kernel makes it, copied. On GPUs `added_bytes` are moved beside
+    to add narrow numbers.
     """
 
     bytes: int
@@ -73,15 +78,21 @@ class Traffic(NamedTuple):
     kernels: int
     has_rows: bool = False
     stack_bytes: int = 0
+    added_bytes: int = 0
 
 
 _NONE = Traffic(0, 0, 0)
 
 
 class MemoryTraffic:
-    """The traffic of every equation of a program, also inside of control flow, by identity."""
+    """The traffic of every equation of a program, also inside of control flow, by identity.
 
-    def __init__(self, jaxpr: Jaxpr):
+    Where `gathers_read_buffers`, what a gather takes from is written for it; else a gather of few
+    numbers computes them.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, gathers_read_buffers: bool = False):
+        self._gathers_read_buffers = gathers_read_buffers
         self._found: dict[int, tuple[JaxprEqn, Traffic]] = {}
         self._walk(jaxpr)
 
@@ -91,11 +102,25 @@ class MemoryTraffic:
         return alone(eqn) if known is None or known[0] is not eqn else known[1]
 
     def _walk(self, jaxpr: Jaxpr, loop: JaxprEqn | None = None) -> None:
-        for eqn, traffic in zip(jaxpr.eqns, _scope(jaxpr, loop), strict=True):
+        for eqn, traffic in zip(jaxpr.eqns, self._scope(jaxpr, loop), strict=True):
             self._found[id(eqn)] = eqn, traffic
             if eqn.primitive.name in CONTROL_FLOW:
                 for body in inner_jaxprs(eqn):
                     self._walk(body, eqn if eqn.primitive.name == "scan" else None)
+
+    def _scope(self, jaxpr: Jaxpr, loop: JaxprEqn | None) -> tuple[Traffic, ...]:
+        """The traffic of each equation of one scope, in order; control flow has none of its own.
+
+        The scope may be the body of a `loop`.
+        """
+        source = _views(jaxpr)
+        written = _written(jaxpr, source, self._gathers_read_buffers)
+        first = _FusionWalk(source, written)
+        for eqn in jaxpr.eqns:
+            first.traffic(eqn)
+        second = _FusionWalk(source, written, _kernels_of(jaxpr, source, first), first.met)
+        each = tuple(map(second.traffic, jaxpr.eqns))
+        return each if loop is None else tuple(_with_stacks(jaxpr, loop, source, each))
 
 
 def alone(eqn: JaxprEqn) -> Traffic:
@@ -103,7 +128,8 @@ def alone(eqn: JaxprEqn) -> Traffic:
     if eqn.primitive.name in CONTROL_FLOW or is_barrier(eqn) or eqn.primitive.name in _VIEWS:
         return _NONE
     operands = [atom for atom in eqn.invars if isinstance(atom, Var)]
-    return Traffic(_own_bytes(eqn, sum(value_bytes(atom) for atom in operands)), 0, 1)
+    read = sum(value_bytes(atom) for atom in operands)
+    return Traffic(_own_bytes(eqn, read), 0, 1, added_bytes=_added_bytes(eqn))
 
 
 def _own_bytes(eqn: JaxprEqn, read: int) -> int:
@@ -114,19 +140,21 @@ def _own_bytes(eqn: JaxprEqn, read: int) -> int:
     if name == "dynamic_update_slice":  # in place
         return 2 * value_bytes(eqn.invars[1])
     if name in SCATTERS:  # in place: indices, updates, and what they are combined with
-        moved = 3 * value_bytes(eqn.invars[2])
-        if SCATTERS[name] is not None and not eqn.params["unique_indices"]:
-            moved = max(moved, _added_bytes(eqn.invars[2]))
-        return value_bytes(eqn.invars[1]) + moved
-    if name == "select_and_scatter_add":  # the gradient of a maximum over windows
-        return read + written + _added_bytes(eqn.invars[0])
+        return value_bytes(eqn.invars[1]) + 3 * value_bytes(eqn.invars[2])
     return read + written
 
 
-def _added_bytes(updates: Atom) -> int:
-    """What narrow numbers cost that memory does not add by itself: `_SECTOR`."""
-    is_narrow = itemsize(updates.aval) < _WORD
-    return _SECTOR * math.prod(aval_shape(updates)) if is_narrow else 0
+def _added_bytes(eqn: JaxprEqn) -> int:
+    """What a GPU moves beside, to add numbers that its memory does not add by itself: `_SECTOR`."""
+    name, updates = eqn.primitive.name, None
+    if SCATTERS.get(name) is not None and not eqn.params["unique_indices"]:
+        updates, known = eqn.invars[2], 3
+    elif name == "select_and_scatter_add":  # the gradient of a maximum over windows
+        updates, known = eqn.invars[0], 0
+    if updates is None or itemsize(updates.aval) >= _WORD:
+        return 0
+    each = _SECTOR - known * itemsize(updates.aval)
+    return each * math.prod(aval_shape(updates))
 
 
 class _FusedChain(NamedTuple):
@@ -145,39 +173,31 @@ class _FusedChain(NamedTuple):
         return sum(self.frontier.values())
 
 
-def _scope(jaxpr: Jaxpr, loop: JaxprEqn | None) -> tuple[Traffic, ...]:
-    """The traffic of each equation of one scope, in order; control flow has none of its own.
-
-    The scope may be the body of a `loop`.
-    """
-    source = _views(jaxpr)
-    written = _written(jaxpr, source)
-    first = _FusionWalk(source, written)
-    for eqn in jaxpr.eqns:
-        first.traffic(eqn)
-    second = _FusionWalk(source, written, _kernels_of(jaxpr, source, first))
-    found = tuple(map(second.traffic, jaxpr.eqns))
-    return found if loop is None else tuple(_with_stacks(jaxpr, loop, source, found))
-
-
 def _with_stacks(
-    jaxpr: Jaxpr, loop: JaxprEqn, source: Mapping[Var, Var], found: Sequence[Traffic]
+    jaxpr: Jaxpr, loop: JaxprEqn, source: Mapping[Var, Var], each: Sequence[Traffic]
 ) -> Iterator[Traffic]:
     """What a trip moves beside: to and from stacks.
 
     A stack is filled before the loop. Elementwise kernels read and write parts of stacks in place;
-    what others read is copied out of a stack first, and what they make is copied into it.
+    what products read is copied out of a stack first, once, and what they make is copied into it.
+    What is stacked as it came, or by loops and branches inside, is not counted.
     """
     consts, carries = loop.params["num_consts"], loop.params["num_carry"]
-    slices = set(jaxpr.invars[consts + carries :])
-    stacked = {source.get(x, x) for x in jaxpr.outvars[carries:] if isinstance(x, Var)}
-    for eqn, traffic in zip(jaxpr.eqns, found, strict=True):
-        made = sum(map(value_bytes, stacked.intersection(eqn.outvars)))
+    slices = {var: var for var in jaxpr.invars[consts + carries :]}
+    stacked = Counter(source.get(x, x) for x in jaxpr.outvars[carries:] if isinstance(x, Var))
+    for eqn, traffic in zip(jaxpr.eqns, each, strict=True):
+        read = [source.get(x, x) for x in eqn.invars if isinstance(x, Var)]
+        if is_barrier(eqn) and len(read) == len(eqn.outvars):
+            passed = zip(eqn.outvars, read, strict=True)
+            slices.update({new: slices[old] for new, old in passed if old in slices})
+        filled = sum(stacked[var] * value_bytes(var) for var in eqn.outvars)
         copied = 0
         if eqn.primitive.name in PRODUCTS | KERNELS:
-            operands = {source.get(x, x) for x in eqn.invars if isinstance(x, Var)}
-            copied = 2 * (made + sum(map(value_bytes, operands & slices)))
-        yield traffic._replace(bytes=traffic.bytes + copied, stack_bytes=made)
+            taken = {slices[var] for var in read if var in slices}
+            copied = 2 * sum(map(value_bytes, taken))
+            filled *= STACK_PASSES
+            slices = {var: base for var, base in slices.items() if base not in taken}
+        yield traffic._replace(bytes=traffic.bytes + copied, stack_bytes=filled)
 
 
 class _FusionWalk:
@@ -189,15 +209,22 @@ class _FusionWalk:
       kernels: how many kernels compute a value that is not. Where it costs less to write it and to
         read it in each of these than to read there what it is made from, it is written, too: a
         residual stream, which is a longer sum from block to block.
+      met: results of reduced rows that these rows meet, as a walk before found.
     """
 
     def __init__(
-        self, source: Mapping[Var, Var], written: Set[Var], kernels: Mapping[Var, int] | None = None
+        self,
+        source: Mapping[Var, Var],
+        written: Set[Var],
+        kernels: Mapping[Var, int] | None = None,
+        met: Set[Var] = frozenset(),
     ):
         self.source, self.written, self.kernels = source, written, kernels or {}
+        self.met = set(met)
         self.levels: dict[Var, int] = {}  # of written values; what enters has 0
         self.chains: dict[Var, _FusedChain] = {}  # of what is computed where it is read
-        self._of_rows: set[Var] = set()  # what is made of the results of reduced rows
+        self._reduced: dict[Var, Set[Var]] = {}  # results of reduced rows: of what values
+        self._of_rows: dict[Var, Set[Var]] = {}  # what is made of such results, as small: of which
         self._seen: set[tuple[Var, int]] = set()
         self._open: set[Var] = set()  # what its kernel may go on with
 
@@ -209,7 +236,8 @@ class _FusionWalk:
         made = self._chain(eqn)
         if name in CONTROL_FLOW or is_barrier(eqn) or name in _ALONE:
             self.levels.update(dict.fromkeys(results, made.level + 1))
-            return Traffic(_own_bytes(eqn, made.bytes), 0, 1) if name in _ALONE else _NONE
+            own = Traffic(_own_bytes(eqn, made.bytes), 0, 1, added_bytes=_added_bytes(eqn))
+            return own if name in _ALONE else _NONE
         kept = [var for var in results if name in REDUCTIONS or self._is_kept(var, made)]
         self.chains.update((var, made) for var in results if var not in kept)
         if not kept:
@@ -238,26 +266,34 @@ class _FusionWalk:
         count = self.kernels.get(var, 1)
         return (count - 1) * made.bytes > (count + 1) * value_bytes(var)
 
-    def _meets_rows(self, eqn: JaxprEqn) -> bool:
-        """Whether an operation reduces rows, or has what was made of their results meet them."""
+    def _meets_rows(self, eqn: JaxprEqn, frontier: Set[Var]) -> bool:
+        """Whether an equation reduces rows that meet the result, or is where they meet.
+
+        The frontier is that of the equation.
+        """
         name = eqn.primitive.name
-        if name in REDUCTIONS:
-            is_met = reduces_rows(eqn) and eqn.outvars[0] not in self.written
-            self._of_rows.update(eqn.outvars if is_met else ())
-            return is_met
-        operands = {self.source.get(x, x) for x in eqn.invars if isinstance(x, Var)}
-        if name not in _SPREADING or operands.isdisjoint(self._of_rows):
+        if name in _ROW_SUMS:
+            (result,) = eqn.outvars
+            if reduces_rows(eqn) and result not in self.written and _count(result) > 1:
+                self._reduced[result] = frozenset(frontier)
+                self._of_rows[result] = frozenset((result,))
+            return result in self.met
+        if name not in _SPREADING or len(eqn.outvars) != 1:
             return False
         (result,) = eqn.outvars
-        small = min(math.prod(aval_shape(var)) for var in operands & self._of_rows)
-        if small < math.prod(aval_shape(result)):
-            return True
-        self._of_rows.add(result)
-        return False
+        small = [self.source.get(x, x) for x in eqn.invars if isinstance(x, Var)]
+        small = [var for var in small if var in self._of_rows]
+        of = frozenset[Var]().union(*(self._of_rows[var] for var in small))
+        if small and max(map(_count, small)) == _count(result):
+            self._of_rows[result] = of
+            return False
+        meeting = {var for var in of if not self._reduced[var].isdisjoint(frontier)}
+        self.met |= meeting
+        return bool(meeting)
 
     def _chain(self, eqn: JaxprEqn) -> _FusedChain:
         frontier: dict[Var, int] = {}
-        level, has_rows = 0, self._meets_rows(eqn)
+        level, has_rows = 0, False
         for place, atom in enumerate(eqn.invars):
             if isinstance(atom, Literal):
                 continue
@@ -270,7 +306,8 @@ class _FusionWalk:
             for read, bytes_read in inner.frontier.items():
                 frontier[read] = max(frontier.get(read, 0), bytes_read)
             level, has_rows = max(level, inner.level), has_rows or inner.has_rows
-        return _FusedChain(frontier, level, has_rows)
+        meets = self._meets_rows(eqn, frontier.keys())
+        return _FusedChain(frontier, level, has_rows or meets)
 
 
 def _kernels_of(jaxpr: Jaxpr, source: Mapping[Var, Var], first: _FusionWalk) -> dict[Var, int]:
@@ -301,7 +338,7 @@ def _views(jaxpr: Jaxpr) -> dict[Var, Var]:
     return source
 
 
-def _written(jaxpr: Jaxpr, source: dict[Var, Var]) -> set[Var]:
+def _written(jaxpr: Jaxpr, source: dict[Var, Var], gathers_read_buffers: bool) -> set[Var]:
     """What is read by something that XLA does not fuse with it, or leaves the scope."""
     found: set[Var] = set()
 
@@ -314,7 +351,8 @@ def _written(jaxpr: Jaxpr, source: dict[Var, Var]) -> set[Var]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in CONTROL_FLOW or is_barrier(eqn) or name in _ALONE:
-            for atom in eqn.invars[_computed_operands(eqn) :]:
+            first = 0 if gathers_read_buffers else _computed_operands(eqn)
+            for atom in eqn.invars[first:]:
                 keep(atom)
     return found
 
@@ -328,3 +366,8 @@ def _computed_operands(eqn: JaxprEqn) -> int:
     if eqn.primitive.name != "gather":
         return 0
     return int(value_bytes(eqn.outvars[0]) < value_bytes(eqn.invars[0]))
+
+
+def _count(var: Var) -> int:
+    """Elements of a variable."""
+    return math.prod(aval_shape(var))

@@ -339,8 +339,10 @@ def _times(
     if graph is None or plan.is_pipeline or found is None or not found.times:
         return ()
     (program,) = runnable.pieces.programs
-    traffic = MemoryTraffic(graph.jaxpr)
-    pricing = Pricing(Cluster.from_dict(plan.cluster), program.mesh, traffic=traffic)
+    cluster = Cluster.from_dict(plan.cluster)
+    rules = rules_of(cluster.device.name)
+    traffic = MemoryTraffic(graph.jaxpr, rules.gathers_read_buffers)
+    pricing = Pricing(cluster, program.mesh, traffic=traffic)
     planned = PieceCosts(pricing, populate(graph.jaxpr)).by_kind(program.block)
     planned["computation"] = planned["products"] + planned["rest"]
     return tuple(

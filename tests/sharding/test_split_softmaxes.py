@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
@@ -39,6 +40,15 @@ def scores_of(device: str, heads: int, dtype: Any = jnp.bfloat16, wide: Any = jn
     x = jax.ShapeDtypeStruct((LENGTH, WIDTH), jnp.bfloat16)
     plan = autopar.plan(step, weights, x, cluster=f"1x1 {device}", microbatches=1)
     return plan.estimates.peak_bytes_per_device / (LAYERS * heads * LENGTH**2)
+
+
+def test_literals_are_no_scores() -> None:
+    def step(w: Any, x: Any) -> Any:
+        scale = jnp.exp(np.float32(-0.5)) * jax.lax.exp(2.0)
+        return jax.grad(lambda w: jnp.sum(jax.nn.softmax((1.0 - x) @ w * scale) ** 2))(w)
+
+    shapes = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 16), (32, 8)))
+    assert autopar.plan(step, *shapes, cluster="1x1 h200").estimates.step_seconds > 0
 
 
 def test_exponentials_of_few_rows_are_there_in_float32() -> None:
