@@ -86,8 +86,9 @@ def is_cut_alike(guide: Executable, executable: Executable) -> bool:
 def tell_following(name: str, guide: Executable, executable: Executable, is_cut: bool) -> None:
     """Warn that a plan is followed for a smaller batch; `is_cut`: among the devices as there."""
     old, new = guide.traced.batch_size, executable.traced.batch_size
+    what = f"for {old} examples with {new}" if old != new else "with other shapes"
     text = (
-        f"{name} follows its plan for {old} examples with {new}: "
+        f"{name} follows its plan {what}: "
         f"{changes(guide.traced, executable.traced.signature)}. It is compiled once for that, and "
         "not planned again."
     )

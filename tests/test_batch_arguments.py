@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from traced_steps import PARAMS, X, Y, check, loss_fn, roles, sgd, train
 
+import autopar
 from autopar.base.errors import BatchArgumentError, OptionError
 from autopar.passes.graph import graph
 from autopar.passes.trace.trace import trace
@@ -330,3 +332,27 @@ def test_the_program_tells_its_batch(
     labels = check(trace(step, (PARAMS, batch)))
     found = {p: x.batch_axis for p, x in labels.items() if x.batch_axis is not None}
     assert found == {f"batch[{name!r}]": axis for name, axis in axes.items()}
+
+
+def test_parameters_that_come_back_as_they_were_are_no_batch() -> None:
+    """As of an inference that returns them: also those that nothing reads."""
+
+    def scores(params: Any, tokens: Any) -> Any:
+        return params, jax.nn.log_softmax(jnp.tanh(params["emb"][tokens]) @ params["emb"].T)
+
+    params = {"emb": jnp.ones((32, 16)), "unused": jnp.ones((10, 16))}
+    plan = autopar.plan(scores, params, np.arange(8, dtype=np.int32))
+    roles = {leaf.path: leaf.role for leaf in plan.inputs}
+    assert roles == {"params['emb']": "state", "params['unused']": "state", "tokens": "batch"}
+
+
+def test_an_ambiguous_batch_has_a_line_for_every_argument() -> None:
+    def scores(params: Any, tokens: Any) -> Any:
+        hidden = params["emb"][tokens] + params["a"].sum() + params["b"].sum() + params["c"].sum()
+        return hidden @ params["emb"].T
+
+    shapes = {"emb": (32, 16), "a": (10, 4), "b": (12, 4), "c": (14, 4)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    with pytest.raises(BatchArgumentError, match="ambiguous") as refused:
+        autopar.plan(scores, params, np.arange(8, dtype=np.int32))
+    assert "for 8 examples: batch_axes=(None, 0)" in " ".join(str(refused.value).split())

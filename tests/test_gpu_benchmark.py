@@ -89,7 +89,7 @@ def test_a_model_is_also_measured_without_waiting(tmp_path: Path) -> None:
 def test_what_is_not_waited_for_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {"row": "gpt-125M", "busy_seconds": 0.0125, "in_a_row_seconds": 0.0131}
     monkeypatch.setattr(gpu, "apart", lambda *_: dict(seen))
-    options = argparse.Namespace(rows=["gpt-125M"], minutes=1.0, row_minutes=1.0)
+    options = argparse.Namespace(rows=["gpt-125M"], minutes=1.0, row_minutes=1.0, size="tiny")
     text = shown(gpu.all_rows(options)["rows"])
     assert "12.5 ms" in text and "13.1 ms" in text
 

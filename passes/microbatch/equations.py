@@ -185,6 +185,9 @@ def unsplit(eqn: JaxprEqn, states: States, context: Context, reason: str) -> Out
     rule = None if is_control_flow(eqn) else context.rule(eqn)
     shapes = [var.aval.shape for var in eqn.outvars]
     places = [_row_place(rule, k, shape, states, context) for k, shape in enumerate(shapes)]
+    if eqn.primitive.name == "gather" and places == [(None, False)]:
+        # Rows that were taken by number: one for each example again, or few.
+        places = [(guess_place(shapes[0], context)[0], False)]
     if not context.inside and all(state.early for state in states):
         return Decision("early", reason=reason), [early_state(*place) for place in places]
     results = [lattice.late(place, params, blurred) for place, blurred in places]

@@ -46,10 +46,13 @@ def batch_dims(graph: Graph, rules: Rules) -> BatchDims:
         } - {None}
         if not factors:
             return None
-        return [
+        results = [
             frozenset(d for d in range(len(value)) if outer_factor(rule, value, d) in factors)
             for value in rule.results
         ]
+        if eqn.primitive.name == "gather" and not results[0]:
+            results = [_taken_rows(eqn, operands[0])]
+        return results
 
     _propagate(
         graph.jaxpr,
@@ -60,6 +63,18 @@ def batch_dims(graph: Graph, rules: Rules) -> BatchDims:
         lambda dims: frozenset(d + 1 for d in dims),
     )
     return found
+
+
+def _taken_rows(eqn: JaxprEqn, dims: frozenset[int]) -> frozenset[int]:
+    """Where the rows of a batch are that a gather takes by number, as many as there were.
+
+    So a batch is shuffled, reversed, or drawn with repetitions.
+    """
+    numbers, shape = eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
+    taken = dims.intersection(numbers.start_index_map)
+    sizes = {eqn.invars[0].aval.shape[dim] for dim in taken}
+    places = (d for d in range(len(shape)) if d not in numbers.offset_dims and shape[d] in sizes)
+    return frozenset(tuple(places)[:1])
 
 
 def _propagate(

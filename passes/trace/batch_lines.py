@@ -30,7 +30,12 @@ def ambiguous(arguments: Sequence[Argument], leaves: Sequence[Leaf]) -> BatchArg
     def line(size: int) -> str:
         return axes_line(arguments, {i: 0 for i, own in candidates.items() if own == size})
 
-    choices = [f"- for {size} examples: {line(size)}" for size, _ in counts.most_common(3)]
+    # The sizes of most leaves, and for every argument that of most of its own.
+    sizes = [size for size, _ in counts.most_common(3)]
+    for number in dict.fromkeys(leaf.argument for leaf in leaves):
+        own = Counter(leaf.shape[0] for leaf in leaves if leaf.argument == number)
+        sizes.append(own.most_common(1)[0][0])
+    choices = [f"- for {size} examples: {line(size)}" for size in dict.fromkeys(sizes)]
     return BatchArgumentError(
         "The batch is ambiguous: leaves disagree on the number of examples.",
         where=paths[listed[0]],

@@ -224,6 +224,11 @@ def _guessed_axes(
     axes = guess_axes(jaxpr, leaves, state)
     if axes is None and len(sizes) < 2:
         return {leaf.index: 0 for leaf in leaves}
+    if axes is None:  # What comes back as it was, as parameters of an inference do, is no batch.
+        kept = {number for number, match in returned.items() if match.flow == UNCHANGED}
+        others = [leaf for leaf in leaves if leaf.argument not in kept]
+        if len({leaf.shape[0] for leaf in others}) == 1:
+            return {leaf.index: 0 for leaf in others}
     return axes
 
 
