@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +41,7 @@ def step_with(index: Index) -> Callable[..., Any]:
 
 def state_and_batch(examples: int) -> tuple[Any, Any, Any]:
     numbers = np.random.default_rng(0)
-    shapes = zip(WIDTHS[:-1], WIDTHS[1:], strict=True)
+    shapes = itertools.pairwise(WIDTHS)
     params = [(numbers.normal(size=shape) / 4).astype("f") for shape in shapes]
     x = numbers.normal(size=(examples, WIDTHS[0])).astype("f")
     return (params, jax.random.key(3)), x, numbers.integers(0, WIDTHS[-1], examples).astype("i")
@@ -58,7 +59,7 @@ def test_they_are_divided_like_others(name: str) -> None:
     for plan in made:
         added = [x for x in plan.stages[0].collectives if x.purpose == "gradient"]
         assert added and {x.kind for x in added} == {"all-reduce"}
-        weights = sum(4 * a * b for a, b in zip(WIDTHS[:-1], WIDTHS[1:], strict=True))
+        weights = sum(4 * a * b for a, b in itertools.pairwise(WIDTHS))
         assert sum(x.bytes * x.times for x in added) <= 1.1 * weights
     whole, parts = (plan.estimates.peak_bytes_per_device for plan in made)
     assert parts < 0.7 * whole
