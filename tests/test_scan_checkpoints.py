@@ -187,7 +187,7 @@ def test_memory_takes_back_what_was_undone() -> None:
     asked: dict[str, Any] = {"cluster": cluster, "stages": 1, "batch_argnums": (1,)}
     respected = autopar.plan(train_step, w, x, **asked).estimates
     undone = autopar.plan(train_step, w, x, remat="override", **asked).estimates
-    assert undone.step_seconds < 0.95 * respected.step_seconds
+    assert undone.step_seconds < 0.97 * respected.step_seconds
     limit = int(1.02 * respected.peak_bytes_per_device)
     assert undone.peak_bytes_per_device > limit
     within = autopar.plan(train_step, w, x, remat="override", memory_limit=limit, **asked)

@@ -74,8 +74,10 @@ def test_rows_count_what_a_scanned_program_needs(
     """Weights that are gathered for the loop, its stacks once, and gradients as they are added.
 
     By the quickest plan, by one that is chosen for its bytes, and by the one with the fewest: that
-    needs no more than the others.
+    needs hardly more than the others. What is there for a moment of a trip, a layer's weight that is
+    gathered or its gradient before it is scattered, has no row: of the smallest model two of 32.
     """
+    moments = 2 * 4 * width * width
     with no_mesh():
         search = search_of(width, rows, mesh, microbatches)
         free = search.free()
@@ -83,8 +85,9 @@ def test_rows_count_what_a_scanned_program_needs(
     counted = memory_rows(search.built)
     for planned in (free, small, least):
         told = rows_peak(search.built, counted, planned.solution.assignment)
-        assert 0.9 * planned.peak.bytes <= told <= 1.05 * planned.peak.bytes
-    assert least.peak.bytes <= 1.01 * small.peak.bytes < free.peak.bytes
+        needed = planned.peak.bytes
+        assert min(0.9 * needed, needed - moments) <= told <= 1.05 * needed
+    assert least.peak.bytes <= small.peak.bytes + moments < free.peak.bytes
 
 
 def test_a_plan_within_a_limit_gathers_layer_by_layer() -> None:
