@@ -74,8 +74,8 @@ def test_rows_count_what_a_scanned_program_needs(
     """Weights that are gathered for the loop, its stacks once, and gradients as they are added.
 
     By the quickest plan, by one that is chosen for its bytes, and by the one with the fewest: that
-    needs hardly more than the others. What is there for a moment of a trip, a layer's weight that is
-    gathered or its gradient before it is scattered, has no row: of the smallest model two of 32.
+    needs hardly more than the others. What is there for a moment of a trip, a layer's weight that
+    is gathered or its gradient before it is scattered, has no row: of the smallest, two of 32.
     """
     moments = 2 * 4 * width * width
     with no_mesh():
