@@ -470,9 +470,10 @@ def remark(found: dict[str, Any]) -> str:
         return f"GB/s: {', '.join(ways)}; {found['share']:.2f} of bare sockets"
     if "losses" in found:
         ours, theirs = found["losses"]["autopar"], found["losses"].get("jit")
+        unseen = f", no profile: {found['profiler_error']}" if "profiler_error" in found else ""
         if theirs is None:
-            return f"loss {ours:.5g}; jit needs {format_bytes(found['jit_compiled_bytes'])}"
-        return f"loss {ours:.5g}, jit {theirs:.5g}"
+            return f"loss {ours:.5g}; jit needs {format_bytes(found['jit_compiled_bytes'])}{unseen}"
+        return f"loss {ours:.5g}, jit {theirs:.5g}{unseen}"
     return ""
 
 

@@ -92,6 +92,8 @@ def test_what_is_not_waited_for_is_shown(tmp_path: Path, monkeypatch: pytest.Mon
     options = argparse.Namespace(rows=["gpt-125M"], minutes=1.0, row_minutes=1.0, size="tiny")
     text = shown(gpu.all_rows(options)["rows"])
     assert "12.5 ms" in text and "13.1 ms" in text
+    failed = {"losses": {"autopar": 1.0, "jit": 1.0}, "profiler_error": "OSError: no room"}
+    assert "no profile: OSError: no room" in shown([seen | failed])
 
 
 def test_states_that_do_not_fit_together_are_made_again() -> None:

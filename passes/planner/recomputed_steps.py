@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn
 
 from autopar.base.cluster import Cluster
 from autopar.base.plan_records import Recomputation
-from autopar.passes.graph.primitives import KERNELS, PRODUCTS, keeps_order
+from autopar.passes.graph.primitives import keeps_order
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.choice import KeptChoice, KeptValues
@@ -18,7 +18,7 @@ from autopar.passes.recompute.run_again import recomputed
 from autopar.passes.recompute.without_loop import without_loop
 from autopar.passes.sharding.compiler_rules import SAME_BUFFER, rules_of
 from autopar.passes.sharding.pricing import Pricing
-from autopar.passes.sharding.traffic import STACK_PASSES
+from autopar.passes.sharding.traffic import stack_passes
 from autopar.passes.slicing.anatomy import bytes_of
 
 
@@ -87,8 +87,8 @@ class RecomputedSteps:
             return 1 / cluster.device.memory_bandwidth if compiler.may_be_fused(eqn) else 0.0
 
         def stacking(eqn: JaxprEqn) -> float:
-            passes = STACK_PASSES if eqn.primitive.name in PRODUCTS | KERNELS else 1
-            return passes / cluster.device.memory_bandwidth if compiler.fills_stacks else 0.0
+            passes = stack_passes(eqn) if compiler.fills_stacks else 0
+            return passes / cluster.device.memory_bandwidth
 
         price = 2 / cluster.host_bandwidth if hosting and cluster.host_bandwidth else 0.0
         values = KeptValues.of(split.step, split.rules, seconds, price, at_once, writing, stacking)

@@ -57,8 +57,6 @@ numbers that several updates may add to are compared and swapped, each by a sect
 of bfloat16 took 29 (H100) to 35 (H200) bytes of their bandwidth a number, of float32 12."""
 _SPREADING = ELEMENTWISE | {"broadcast_in_dim"}
 _ROW_SUMS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
-STACK_PASSES = 3
-"""Over a stack that a product's results are copied into: to fill, to read, to write."""
 # They read of an operand only what they return.
 _PARTS = frozenset({"dynamic_slice", "gather", "slice", "split", "unstack"})
 
@@ -190,14 +188,21 @@ def _with_stacks(
         if is_barrier(eqn) and len(read) == len(eqn.outvars):
             passed = zip(eqn.outvars, read, strict=True)
             slices.update({new: slices[old] for new, old in passed if old in slices})
-        filled = sum(stacked[var] * value_bytes(var) for var in eqn.outvars)
+        filled = stack_passes(eqn) * sum(stacked[var] * value_bytes(var) for var in eqn.outvars)
         copied = 0
         if eqn.primitive.name in PRODUCTS | KERNELS:
             taken = {slices[var] for var in read if var in slices}
             copied = 2 * sum(map(value_bytes, taken))
-            filled *= STACK_PASSES
             slices = {var: base for var, base in slices.items() if base not in taken}
         yield traffic._replace(bytes=traffic.bytes + copied, stack_bytes=filled)
+
+
+def stack_passes(eqn: JaxprEqn) -> int:
+    """How often memory is passed for what an equation makes and a loop stacks.
+
+    To fill the stack; a product's results are then read and written once more.
+    """
+    return 3 if eqn.primitive.name in PRODUCTS | KERNELS else 1
 
 
 class _FusionWalk:
