@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from autopar.absent_devices import tracing_for
 from autopar.base.cluster import Cluster
 from autopar.base.errors import BatchArgumentError, InexactMicrobatchError
+from autopar.base.options import Options
 from autopar.base.progress import Progress
 from autopar.base.ray_options import Ray
 from autopar.base.transfer_costs import by_way_of_hosts
+from autopar.confirming import plan_confirmed
 from autopar.passes.trace.graph_objects import objects_apart
 from autopar.passes.trace.signature import Convention
 from autopar.plans.plan import Plan
@@ -70,11 +72,18 @@ def plan_traced(
     from autopar.passes.planner.compiler import compile_graph
     from autopar.passes.trace.batch_lines import with_other_axes
 
+    options = request.options
+
+    def planned(options: Options) -> Compiled:
+        return compile_graph(traced.graph, options, cluster, made, progress.report)
+
     with no_mesh():
         try:
-            return compile_graph(traced.graph, request.options, cluster, made, progress.report)
+            if options.confirm is None or made is not None:
+                return planned(options)
+            return plan_confirmed(traced, options, cluster, planned, progress)
         except (BatchArgumentError, InexactMicrobatchError) as error:
-            if request.options.batch_axes is None:
+            if options.batch_axes is None:
                 with_other_axes(error, traced.graph.jaxpr, traced.graph.inputs, traced.arguments)
             raise
 

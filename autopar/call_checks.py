@@ -12,6 +12,7 @@ import jax
 
 from autopar.arrays.operators import WholeArray
 from autopar.base.errors import DeviceError, DonatedBufferError, TraceError
+from autopar.base.units import format_bytes
 from autopar.base.user_code import callers, calling_place, place, warn
 from autopar.mismatch import differences
 from autopar.passes.graph import jax_compat
@@ -123,6 +124,20 @@ def explained(error: Exception, name: str, is_gone: bool) -> Exception:
             "you look for the cause."
         )
     return error
+
+
+def tell_of_memory(error: Exception, name: str, peak_bytes: int) -> None:
+    """Let the error of a device that ran out of memory say what it was planned with.
+
+    `peak_bytes` are those of the device that needs most.
+    """
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        return
+    error.add_note(
+        f"autopar: {name} is planned to take {format_bytes(peak_bytes)} of a device. Arrays of "
+        "yours and other programs lie beside that. memory_limit='...' plans within less, and "
+        "confirm=True takes a plan only if the compiler fits it into the device's memory."
+    )
 
 
 def donated_earlier(name: str, paths: Sequence[str], *, was_donated: bool) -> DonatedBufferError:

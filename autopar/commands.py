@@ -123,6 +123,7 @@ def plan(
     ] = None,
     schedule: OtherSchedule = None,
     memory_limit: Annotated[str | None, typer.Option(metavar="SIZE", help='"70GiB".')] = None,
+    confirm: Annotated[str | None, typer.Option(metavar="TARGET", help="To compile for.")] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Any other option of autopar.plan; several times."),
@@ -137,7 +138,7 @@ def plan(
     import autopar
 
     options = read_options(option or [])
-    named = {"microbatches": microbatches, "stages": stages}
+    named = {"microbatches": microbatches, "stages": stages, "confirm": confirm}
     given = {name: read_value(text) for name, text in named.items() if text is not None}
     texts = {"method": method, "schedule": schedule, "memory_limit": memory_limit}
     given |= {name: text for name, text in texts.items() if text is not None}

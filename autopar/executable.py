@@ -38,6 +38,7 @@ from autopar.call_checks import (
     same_statics,
     tell_notebook,
     tell_of_donation,
+    tell_of_memory,
     tell_transformed,
     wrong_arguments,
 )
@@ -294,6 +295,7 @@ class Executable(Displayed, AroundStep):
         """Find out why a call failed, mend what can be mended, and run again."""
         is_gone = any_deleted(donated)
         error = explained(error, self._name, is_gone)
+        tell_of_memory(error, self._name, self.plan.estimates.peak_bytes_per_device)
         if is_gone:
             raise error from None
         signature = signature_of_call(self._traced.convention, *call)

@@ -19,7 +19,9 @@ what the program was planned with) is planned once more for devices that have wh
 the least, and compiled for the target: where that needs no more than the target has, the refusal
 was a false alarm. What is planned and needs more than there is overflows. With `--fill` it is the
 batch that changes: it is so large that the program, planned for devices with memory to spare, would
-take that share of what they have, and then planned for the devices as they are.
+take that share of what they have, and then planned for the devices as they are. With `--confirm`
+plans are made with `confirm=` the target, which has the last word about what fits: a row says how
+many plans were compiled, and what is refused was compiled as well, if it was near.
 
 What was compiled once is kept in the user's cache, with the seconds that it took then. The last
 line is a JSON object with `--json`.
@@ -99,6 +101,7 @@ class Setting:
         told); below one, a share of those of the plan that has all of the device's.
       fill: the share of a device's memory that a program with all it keeps would take.
       cache: of what was compiled, as for `autopar.verify`.
+      confirm: whether plans are made with `confirm=`.
     """
 
     layers: int | None = None
@@ -108,6 +111,7 @@ class Setting:
     memory: float | None = None
     fill: float | None = None
     cache: bool | str = True
+    confirm: bool = False
 
 
 def measure(made: TrainStep, item: Case, target: str, setting: Setting) -> dict[str, Any]:
@@ -124,11 +128,15 @@ def measure(made: TrainStep, item: Case, target: str, setting: Setting) -> dict[
         cluster = with_memory(cluster, int(size))
     limit = cluster.device.program_bytes
     how: dict[str, Any] = {"processes": setting.processes, "cache": setting.cache}
+    if setting.confirm:
+        asked["confirm"] = target if setting.memory is None else tight(target, limit)
     start = time.monotonic()
     try:
         plan = autopar.plan(made.step, *shapes, cluster=cluster, **asked)
     except MemoryLimitError as error:
         row["refused"] = error.least_bytes
+        if setting.confirm:
+            return {**row, "limit_bytes": limit, "said": str(error)}
         return {**row, **compiled_least(made, asked, how, target, limit, error)}
     except AutoparError as error:
         return {**row, "error": str(error).splitlines()[0]}
@@ -149,6 +157,7 @@ def measure(made: TrainStep, item: Case, target: str, setting: Setting) -> dict[
         "compiled_bytes": worst.compiled_bytes if worst else None,
         "ratio": worst.ratio if worst else None,
         "limit_bytes": limit,
+        "tries": [dataclasses.asdict(x) for x in plan.confirmed.tries] if plan.confirmed else [],
         "overflows": bool(worst and worst.compiled_bytes and worst.compiled_bytes > limit),
         "planned_collective_bytes": sum(x.planned_bytes * x.times for x in seen.collectives),
         "compiled_collective_bytes": sum(x.compiled_bytes * x.times for x in seen.collectives),
@@ -279,6 +288,8 @@ def _cells(row: dict[str, Any], plain: bool) -> list[str]:
         ]
     if "refused" not in row:
         return [row["error"]]
+    if "said" in row:  # by the compiler: confirm=
+        return [f"refused: {_size(row['refused'])}", "-", "-", "-", *beside, "-", "no"]
     compiled = _size(row.get("least_compiled_bytes"))
     alarm = str(row.get("error", "unknown"))
     if "false_alarm" in row:
@@ -314,6 +325,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ),
         "not_compiled": sum(bool(row.get("failures")) for row in rows if "verdict" in row),
         "overflows": sum(bool(row.get("overflows")) for row in rows),
+        "planned_again": sum(len(row.get("tries", ())) > 1 for row in rows),
         "refused": sum("refused" in row for row in rows),
         "false_alarms": sum(bool(row.get("false_alarm")) for row in rows),
         "compared_with_plain": len(beside),
@@ -340,6 +352,8 @@ def in_words(name: str, found: dict[str, Any]) -> str:
         told.append(f"{found['not_compiled']} not compiled")
     if found["overflows"]:
         told.append(f"{found['overflows']} need more than there is")
+    if found["planned_again"]:
+        told.append(f"{found['planned_again']} planned more than once (confirm=)")
     if found["refused"]:
         told.append(f"{found['refused']} refused, of which {found['false_alarms']} false alarms")
     if found["memory_of_plain"] is not None:
@@ -369,6 +383,7 @@ def main() -> None:
     parser.add_argument(
         "--fill", type=memory_or_share, help='a share of devices, by larger batches: "110%%"'
     )
+    parser.add_argument("--confirm", action="store_true", help="the target says what fits")
     parser.add_argument("--json", action="store_true", help="end with a line of JSON")
     parser.add_argument("--rows", type=Path, help="a file to write every row to when it is there")
     options = parser.parse_args()
@@ -381,6 +396,7 @@ def main() -> None:
         options.tight,
         options.memory,
         options.fill,
+        confirm=options.confirm,
     )
     if options.fill is not None and options.memory is not None:
         parser.error("--fill takes devices as they are; --memory takes programs as they are")

@@ -172,3 +172,13 @@ def remat(value: Any) -> str:
         return "auto" if value is None else value
     hint = "wrap parts of the model in jax.checkpoint for a choice of your own; it is respected."
     raise impossible("remat", value, f"it must be one of {', '.join(map(repr, known))}.", hint)
+
+
+def confirm(value: Any) -> str | bool | None:
+    """What `confirm` may be; whether there is such a target is known when it is used."""
+    if value is None or value is False:
+        return None
+    if value is True or (isinstance(value, str) and value):
+        return value
+    why = "it must be a target of Plan.verify, True, or None."
+    raise impossible("confirm", value, why, "confirm='gpu:h100', or confirm='tpu:v5e:2x4'.")

@@ -112,6 +112,9 @@ class Options:
         not, what a microbatch keeps for its backward pass; "optimizer": all that only the optimizer
         reads (moments, master weights); or a path pattern such as "opt_state" or "*nu*", or
         several, for those that it names.
+      confirm: a target of `Plan.verify` ("gpu:h100"; True: that of the cluster's devices) whose
+        compiler says what fits: what takes more memory there is planned again within less, and a
+        step is refused when the compiler fits nothing. Minutes; see `Plan.confirmed`.
 
     Raises:
       OptionError: a value is not one that the option can have.
@@ -149,6 +152,7 @@ class Options:
     offload: str | tuple[str, ...] = "none"
     constraints: str = "pin"
     reduce_dtype: str = AS_COMPUTED
+    confirm: str | bool | None = None
 
     def __post_init__(self) -> None:
         def set_field(name: str, value: Any) -> None:
@@ -179,6 +183,7 @@ class Options:
         set_field("offload", values.offload(self.offload))
         values.one_of(self.constraints, CONSTRAINTS, "constraints")
         values.one_of(self.reduce_dtype, REDUCE_DTYPES, "reduce_dtype")
+        set_field("confirm", values.confirm(self.confirm))
         if self.stages == "auto" or self.stages == 1:
             _check_pipeline_options(self)
         if self.stages_by_hand and self.num_chunks not in ("auto", 1):
@@ -231,8 +236,8 @@ class Options:
     def to_dict(self) -> dict[str, Any]:
         """The options that determine a plan, as JSON values.
 
-        `progress` and `runtime` are left out: they change what is shown and where a plan runs,
-        not the plan.
+        `progress`, `runtime` and `confirm` are left out: they change what is shown, where a plan
+        runs, and what a plan is held against; one that was confirmed is run without.
         """
         plain = {name: getattr(self, name) for name in self.names() if name not in _NOT_PLANNING}
         plain["batch_axes"] = _encode_tree(self.batch_axes)
@@ -258,7 +263,7 @@ class Options:
         return cls.from_kwargs(**{**plain, "batch_axes": _decode_tree(plain.get("batch_axes"))})
 
 
-_NOT_PLANNING = ("progress", "runtime")
+_NOT_PLANNING = ("progress", "runtime", "confirm")
 
 
 def _runtime(value: Any) -> str | Ray:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
+from autopar.base.confirmation import Confirmation
 from autopar.base.displayed import Displayed
 from autopar.base.errors import PlanMismatchError
 from autopar.base.missing_files import missing_plan
@@ -354,6 +355,7 @@ class PlanRecord(Displayed, Record):
       recomputation: of a plan for one mesh, what is computed again to save memory.
       host: what of the state lies in the hosts' memory.
       row_sorts: what became of rows that are sorted by expert.
+      confirmed: what the compiler of `confirm=` made of it; None: none was asked.
     """
 
     autopar_version: str
@@ -380,6 +382,7 @@ class PlanRecord(Displayed, Record):
     recomputation: Recomputation | None = None
     host: InHostMemory | None = None
     row_sorts: tuple[RowSort, ...] = ()
+    confirmed: Confirmation | None = None
     format_version: int = FORMAT_VERSION
 
     page: ClassVar = ("plan_page", "plan_page")

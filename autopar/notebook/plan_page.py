@@ -147,6 +147,8 @@ def _notes(plan: PlanRecord) -> list[str]:
     notes = []
     if plan.interrupted:
         notes.append("Planning was stopped: this is the best plan that had been found.")
+    if plan.confirmed is not None:
+        notes.append(f"Confirmed: {plan.confirmed}.")
     if again := describe_recomputed(plan):
         notes.append(f"Computed again: {again}.")
     if casting := describe_casts(plan.stages):

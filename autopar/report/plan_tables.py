@@ -120,6 +120,8 @@ class _Tables:
         if done := str(throughput(plan)):
             add_row(grid, "throughput", done)
         add_row(grid, "memory", self.memory())
+        if plan.confirmed is not None:
+            add_row(grid, "confirmed", str(plan.confirmed))
         if plan.solver is not None:
             add_row(grid, "solver", summaries.describe_solver(plan.solver))
         return Panel.fit(grid, title="autopar plan", title_align="left", border_style="blue")

@@ -19,6 +19,9 @@ from autopar.base.errors import AutoparError, DeviceError, OptionError, did_you_
 TPUS = {"v4": "tpu-v4", "v5e": "tpu-v5e", "v5p": "tpu-v5p"}
 """The presets of TPUs by their generation."""
 
+PLANAR = ("v5e",)
+"""The generations whose slices have two axes."""
+
 MEMORY_LIMIT = "xla_tpu_max_hbm_size_mib"
 """A flag of XLA:TPU: how much memory a device has."""
 
@@ -178,6 +181,56 @@ def target_named(name: Any) -> Target:
         "memory than they come with ('tpu:v5e:2x4:4000MiB').",
         hint=hint,
     )
+
+
+def target_for(name: Any, cluster: Cluster) -> Target:
+    """The target of a name, or for True the one with the devices of a cluster.
+
+    Raises:
+      OptionError: there is none of that name, or none with such devices.
+    """
+    if name is not True:
+        return target_named(name)
+    if cluster.device.name.lower().startswith("cpu"):
+        return target_named("cpu")
+    kinds = {x: x for x in hardware.gpu_targets()["gpus"]} | TPUS
+    known = {Cluster.preset(preset).device.name: kind for kind, preset in kinds.items()}
+    kind = known.get(cluster.device.name)
+    if kind is None:
+        raise OptionError(
+            f"confirm=True is not possible for {cluster.device.name}.",
+            why=f"the devices whose compilers are known are {', '.join(sorted(known))}.",
+            hint="name the target that is nearest, such as confirm='gpu:h100', or leave it out.",
+        )
+    if kind not in TPUS:
+        return target_named(f"gpu:{kind}")
+    axes = 2 if kind in PLANAR else 3
+    return target_named(f"tpu:{kind}:{_slice_of(cluster.num_devices, axes)}")
+
+
+def _slice_of(num_devices: int, axes: int) -> str:
+    """The shape of a slice of TPUs: as even as it can be, axes of one last.
+
+    >>> _slice_of(8, 2), _slice_of(64, 2), _slice_of(4, 3), _slice_of(16, 3)
+    ('2x4', '8x8', '2x2x1', '2x2x4')
+    """
+    sizes = [1] * axes
+    for _ in range(num_devices.bit_length() - 1):
+        sizes[sizes.index(min(sizes))] *= 2
+    if math.prod(sizes) != num_devices:
+        raise OptionError(
+            "confirm=True is not possible for this cluster.",
+            why=f"a slice of {num_devices} TPUs has a shape that is not known.",
+            hint="name it: confirm='tpu:v5e:4x4'.",
+        )
+    return "x".join(map(str, sorted(sizes, key=lambda size: (size == 1, size))))
+
+
+def with_memory(target: Target, size: int) -> Target:
+    """The target as its compiler is told of devices with so many bytes: TPUs' is."""
+    if target.platform != "tpu":
+        return target
+    return target_named(f"tpu:{target.kind}:{target.shape}:{max(size >> 20, 1)}MiB")
 
 
 def gpu_target_text(kind: str) -> str:
