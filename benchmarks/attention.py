@@ -74,9 +74,44 @@ def short(q: Any, k: Any, v: Any) -> Any:
     return jnp.einsum("bhqk,bkhd->bqhd", p, v)
 
 
-FORMS: dict[str, Callable[[Any, Any, Any], Any]] = {
-    f.__name__: f for f in (plain, library, library_grouped, grouped, turned, unmasked, short)
-}
+def windowed_caps(scores: jax.Array, dtype: Any) -> jax.Array:
+    """Scores of at most 50 either way, of the last quarter of positions (as Gemma 2 has them)."""
+    capped = 50.0 * jnp.tanh(scores.astype(jnp.float32) / 50.0)
+    rows, columns = (jnp.arange(scores.shape[-1]) for _ in range(2))
+    behind = rows[:, None] - columns[None, :]
+    near = (behind >= 0) & (behind < scores.shape[-1] // 4)
+    return jax.nn.softmax(jnp.where(near, capped, -2.4e38)).astype(dtype)
+
+
+def capped(q: Any, k: Any, v: Any) -> Any:
+    p = windowed_caps(jnp.einsum("bqhd,bkhd->bhqk", q, k), q.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", p, v)
+
+
+def capped_grouped(q: Any, k: Any, v: Any) -> Any:
+    heads = q.shape[2] // GROUP
+    split = q.reshape(*q.shape[:2], heads, GROUP, q.shape[-1])
+    p = windowed_caps(jnp.einsum("btkge,bske->bkgts", split, k[:, :, :heads]), q.dtype)
+    return jnp.einsum("bkgts,bske->btkge", p, v[:, :, :heads]).reshape(q.shape)
+
+
+def keys_first(q: Any, k: Any, v: Any) -> Any:
+    scores = jnp.einsum("bkhd,bqhd->bhkq", k, q).astype(jnp.float32)
+    mask = jnp.triu(jnp.ones(scores.shape[-2:], bool))
+    p = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-2).astype(q.dtype)
+    return jnp.einsum("bhkq,bkhd->bqhd", p, v)
+
+
+def heads_last(q: Any, k: Any, v: Any) -> Any:
+    scores = jnp.einsum("bqhd,bkhd->bqkh", q, k).astype(jnp.float32)
+    mask = jnp.tril(jnp.ones(scores.shape[1:3], bool))[..., None]
+    p = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=2).astype(q.dtype)
+    return jnp.einsum("bqkh,bkhd->bqhd", p, v)
+
+
+_WAYS = (plain, library, library_grouped, grouped, turned, unmasked, short)
+_LESS_USUAL = (capped, capped_grouped, keys_first, heads_last)
+FORMS: dict[str, Callable[[Any, Any, Any], Any]] = {f.__name__: f for f in (*_WAYS, *_LESS_USUAL)}
 
 
 def rotated(x: jax.Array) -> jax.Array:
