@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import jax
 
 from autopar.absent_devices import tracing_for
 from autopar.base.cluster import Cluster
@@ -16,6 +19,7 @@ from autopar.confirming import plan_confirmed
 from autopar.passes.trace.graph_objects import objects_apart
 from autopar.passes.trace.signature import Convention
 from autopar.plans.plan import Plan
+from autopar.refitting import is_limited, refitted
 from autopar.requests import (
     PlanRequest,
     check_devices,
@@ -129,9 +133,38 @@ def build(
                     )
 
             return RayExecutable(fn, traced, compiled, progress, runtime, again)
-        from autopar.compiled_only import CompiledOnly, executable_for
+        return _loaded_here(fn, traced, compiled, request, cluster, progress)
 
-        kind = executable_for(request.devices)
-        if kind is not CompiledOnly:
-            warn_of_flags(compiled.plan, request.devices)
+
+def _loaded_here(
+    fn: Callable[..., Any],
+    traced: Traced,
+    compiled: Compiled,
+    request: PlanRequest,
+    cluster: Cluster,
+    progress: Progress,
+) -> Executable:
+    """A step on the devices of this process; what does not fit them is planned again."""
+    from autopar.compiled_only import CompiledOnly, executable_for
+    from autopar.passes.planner.stage_shardings import memory_limit_of
+
+    kind = executable_for(request.devices)
+    if kind is not CompiledOnly:
+        warn_of_flags(compiled.plan, request.devices)
+
+    def load(compiled: Compiled) -> Executable:
         return kind(fn, traced, compiled, progress, request.devices)
+
+    device = (request.devices or jax.devices())[0]
+    if request.plan is not None or not is_limited(device):
+        return load(compiled)
+    options = request.options
+
+    def within(limit: int) -> Compiled:
+        less = replace(request, options=replace(options, memory_limit=limit, confirm=None))
+        again = plan_traced(traced, less, cluster, None, progress)
+        # What was asked for is what the plan says, and a later call asks for the same.
+        return replace(again, plan=replace(again.plan, options=options.to_dict()))
+
+    limit = memory_limit_of(options, cluster)
+    return refitted(load, compiled, within, limit, device, progress)

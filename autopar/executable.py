@@ -60,6 +60,7 @@ from autopar.plans.plan import Plan
 from autopar.requests import name_of
 from autopar.runtime import distributed
 from autopar.runtime.ahead import leaves_to_donate, twin
+from autopar.runtime.compiled_peaks import compiled_peaks, memory_of_pieces
 from autopar.runtime.compiled_pieces import PIECE_MARK
 from autopar.runtime.local import LocalProgram, PipelineStep
 from autopar.runtime.same_plan import compare_processes
@@ -410,6 +411,12 @@ class Executable(Displayed, AroundStep):
             name: ProgramMemory.of(analysis)
             for name, analysis in self._by_piece(self.memory_analysis()).items()
         }
+
+    def peak_bytes(self) -> list[int]:
+        """By mesh, what one device needs at the worst moment of a step, as the compiler says."""
+        program = self._program.program
+        peaks = compiled_peaks(program, memory_of_pieces(program, self._compiled))
+        return [peak or 0 for peak in peaks]
 
     def cost(self) -> dict[str, dict[str, float]]:
         """What the compiler counts of each piece: "flops", "bytes accessed"; it may say nothing.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar import building
 from autopar.base.compiled_records import ProgramFinding, ProgramMemory
 from autopar.base.confirmation import CompiledTry, Confirmation
 from autopar.base.errors import AutoparWarning, MemoryLimitError, OptionError
@@ -115,6 +116,34 @@ def test_a_confirmed_plan_runs_and_gives_the_same_numbers() -> None:
     assert made.plan.confirmed is not None and made.plan.confirmed.target == "cpu"
     found, own_loss = made(state, rows)
     assert jnp.allclose(own_loss, loss) and jax.tree.all(jax.tree.map(jnp.allclose, found, wanted))
+
+
+@pytest.mark.parametrize(("stages", "limit"), [(1, 1_050_000), (2, 1_638_410)])
+def test_what_does_not_fit_the_devices_here_is_planned_again(
+    monkeypatch: pytest.MonkeyPatch, stages: int, limit: int
+) -> None:
+    """Limits are a little more than what is planned, and less than what XLA makes of it."""
+    asked: dict[str, Any] = {"method": "data", "stages": stages, "memory_limit": limit}
+    state = [jnp.full((64, 64), 0.01 * i) for i in range(1, 5)]
+    rows = jnp.linspace(0, 1, 4096 * 64).reshape(4096, 64)
+    cluster = autopar.Cluster.local(jax.devices()[:4])
+    wanted, loss = jax.jit(step)(state, rows)
+    plain = autopar.compile(step, state, rows, cluster=cluster, **asked)
+    assert plain.plan.confirmed is None, "virtual devices of a CPU share its memory"
+    most = max(plain.peak_bytes())
+    assert most > limit
+    monkeypatch.setattr(building, "is_limited", lambda device: True)
+    made = autopar.compile(step, state, rows, cluster=cluster, **asked)
+    found = made.plan.confirmed
+    assert found is not None and found.target == "here"
+    assert found.tries[0].compiled_bytes == most
+    assert max(made.peak_bytes()) == found.compiled_bytes <= limit
+    assert found.tries[-1].planned_bytes < found.tries[0].planned_bytes
+    assert made.plan.options == plain.plan.options
+    new, own_loss = made(state, rows)
+    assert jnp.allclose(own_loss, loss) and jax.tree.all(jax.tree.map(jnp.allclose, new, wanted))
+    enough = autopar.compile(step, new, rows, cluster=cluster, method="data", stages=stages)
+    assert enough.plan.confirmed is None
 
 
 @pytest.mark.parametrize("claims", [(1.0,)], indirect=True)

@@ -24,8 +24,8 @@ from autopar.base.version import __version__
 from autopar.passes.graph.graph import Graph
 from autopar.passes.pieces.piece_costs import PieceCosts, inner_bytes
 from autopar.passes.pieces.pieces import Runnable
-from autopar.passes.pipeline.buffer_memory import LiveBytes, input_bytes, live_bytes
-from autopar.passes.pipeline.instructions import Buffer, Instruction, PipelineProgram, Run
+from autopar.passes.pipeline.buffer_memory import live_bytes
+from autopar.passes.pipeline.instructions import Buffer, Run
 from autopar.passes.primitives.populate import populate
 from autopar.passes.sharding.compiler_rules import rules_of
 from autopar.passes.sharding.peak_memory import peak
@@ -34,6 +34,7 @@ from autopar.passes.sharding.traffic import MemoryTraffic
 from autopar.plans.plan import Plan
 from autopar.report.summaries import memory_limit
 from autopar.report.verification_report import Verification
+from autopar.runtime.compiled_peaks import compiled_peaks
 from autopar.runtime.ray.transport import pickling
 from autopar.runtime.stage_programs import donated_numbers, variants_of
 from autopar.runtime.verification.buffer_sources import BufferSources, with_lines
@@ -209,7 +210,8 @@ def _stages(
     planned: Sequence[int],
 ) -> tuple[StageCheck, ...]:
     limit = target.memory_bytes or memory_limit(plan)
-    peaks = _compiled_peaks(runnable.program, findings)
+    memory = {key: finding.memory for key, finding in findings.items()}
+    peaks = compiled_peaks(runnable.program, memory)
     return tuple(
         StageCheck(
             number,
@@ -233,38 +235,6 @@ def _planned_buffers(runnable: Runnable, graph: Graph, target: Target) -> tuple[
     counts = Counter((size, label) for label, size in found.alive)
     made = (PlannedBuffer(*key, count) for key, count in counts.items())
     return tuple(sorted(made, key=lambda x: (-x.bytes * x.count, x.label)))
-
-
-def _compiled_peaks(
-    program: PipelineProgram, findings: Mapping[Key, ProgramFinding]
-) -> list[int | None]:
-    """By mesh, what one device needs; None where a piece was not compiled.
-
-    While a piece runs, that is what its compiler says, and all that it does not take as it was
-    planned.
-    """
-    rows = zip(program.meshes, live_bytes(program), input_bytes(program), strict=True)
-    return [_compiled_peak(program, findings, *row) for row in rows]
-
-
-def _compiled_peak(
-    program: PipelineProgram,
-    findings: Mapping[Key, ProgramFinding],
-    instructions: Sequence[Instruction],
-    row: Sequence[LiveBytes],
-    before: int,
-) -> int | None:
-    peak = before
-    for instruction, live in zip(instructions, row, strict=True):
-        needed = live.during
-        if isinstance(instruction, Run):
-            finding = findings.get((instruction.piece, donated_numbers(instruction)))
-            if finding is None or finding.memory is None:
-                return None
-            taken = sum(program.value_of[b.value].bytes_per_device for b in instruction.reads)
-            needed = before - taken + finding.memory.total
-        peak, before = max(peak, needed), live.after
-    return peak
 
 
 def _collectives(plan: Plan, pieces: Sequence[PieceCheck]) -> tuple[CollectiveCheck, ...]:
