@@ -24,6 +24,7 @@ from autopar.passes.trace.arguments import Argument, Request, Result
 from autopar.passes.trace.batch_guess import Leaf, guess_axes
 from autopar.passes.trace.batch_lines import ambiguous
 from autopar.passes.trace.returned import UNCHANGED, Match, find_returned
+from autopar.passes.trace.state_rows import rows_of_state
 
 
 def assign(
@@ -210,10 +211,15 @@ def _guessed_axes(
 ) -> dict[int, int] | None:
     """The leading dimension where all that may be a batch agrees on it; else what the program says.
 
+    An inference's state may hold the batch (`state_rows`).
     Where no state is known, as in an evaluation step, parameters may agree with the batch by
     chance; and what a scan walks in order is time, whatever its size.
     """
     leaves = _candidates(arguments, returned, keys)
+    rows, parameters = rows_of_state(jaxpr, leaves, _updates(returned, keys))
+    if rows is not None:
+        return rows
+    leaves = [leaf for leaf in leaves if leaf.argument not in parameters]
     sizes = {leaf.shape[0] for leaf in leaves}
     has_state = any(match.is_state for match in returned.values())
     is_plain = has_state or len({leaf.argument for leaf in leaves}) < 2
@@ -230,6 +236,12 @@ def _guessed_axes(
         if len({leaf.shape[0] for leaf in others}) == 1:
             return {leaf.index: 0 for leaf in others}
     return axes
+
+
+def _updates(returned: Mapping[int, Match], keys: frozenset[int]) -> dict[int, int]:
+    """Which output is the new value of each leaf of the state, but for keys."""
+    states = (match.aliases for match in returned.values() if match.is_state)
+    return {i: output for aliases in states for i, output in aliases.items() if i not in keys}
 
 
 def _scanned(jaxpr: Jaxpr) -> set[int]:
