@@ -68,14 +68,14 @@ def plan_traced(
     """What a traced step comes to on a cluster: planned, or as a plan that was made."""
     from autopar.passes.graph.logical import no_mesh
     from autopar.passes.planner.compiler import compile_graph
-    from autopar.passes.trace.batch_lines import with_other_axes
+    from autopar.passes.trace.batch_lines import tell_batch
 
     with no_mesh():
         try:
             return compile_graph(traced.graph, request.options, cluster, made, progress.report)
         except (BatchArgumentError, InexactMicrobatchError) as error:
-            if request.options.batch_axes is None:
-                with_other_axes(error, traced.graph.jaxpr, traced.graph.inputs, traced.arguments)
+            graph, said = traced.graph, (request.options.batch_argnums, request.options.batch_axes)
+            tell_batch(error, graph.jaxpr, graph.inputs, traced.arguments, *said)
             raise
 
 

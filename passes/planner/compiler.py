@@ -50,6 +50,7 @@ from autopar.passes.planner.edited_plans import (
     with_pins_of,
     with_plain_pins,
 )
+from autopar.passes.planner.even_shares import warn_of_stages, with_even_shares
 from autopar.passes.planner.even_stages import even_pipelines
 from autopar.passes.planner.following import counts_like, follow_plan, plan_like
 from autopar.passes.planner.layout_search import LayoutSearch
@@ -144,6 +145,7 @@ def compile_graph(
         others = remedies(search, LayoutSearch.within, candidates, watch.left(SECONDS))
         raise out_of_memory(candidates, options, cluster, reason, others)
     meshes = [planned.mesh for planned in chosen.planned]
+    warn_of_stages(chosen, search.graph, options, cluster)
     warn_of_lost(zip((x.graph.jaxpr for x in chosen.stages.graphs), meshes, strict=True))
     made = write_plan(chosen, candidates, program_hash, options, cluster, needed)
     if options.offload == "optimizer" and made.host is None:
@@ -207,6 +209,7 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
             # The devices of one mesh are too many for a microbatch; a stage has fewer.
             if options.stages == "auto" and not stages_first:
                 pipelines = search.automatic_pipelines()
+            pipelines = with_even_shares(pipelines, search.graph, options.method)
             if not pipelines:
                 raise
             return pipelines, ""

@@ -264,12 +264,7 @@ def _named_axes(arguments: Sequence[Argument], prefix: Any) -> dict[int, int]:
         entry = prefix
         if not isinstance(prefix, int):
             if argument.position >= len(prefix):
-                raise OptionError(
-                    f"batch_axes has {len(prefix)} entries.",
-                    where=argument.name,
-                    why=f"the argument is number {argument.position}, counted from 0.",
-                    hint="give an entry for every positional argument; None says: no batch.",
-                )
+                raise _too_few_axes(arguments, prefix)
             entry = prefix[argument.position]
         entries = zip(argument.arrays(), _entry_axes(argument, entry), strict=True)
         for (index, path, leaf), axis in entries:
@@ -292,6 +287,24 @@ def _named_axes(arguments: Sequence[Argument], prefix: Any) -> dict[int, int]:
     named = (argument for argument in arguments if argument.position is None)
     leaves = (leaf for argument in named for leaf in argument.arrays())
     return axes | {i: 0 for i, _, leaf in leaves if leaf.shape and leaf.shape[0] == size}
+
+
+def _too_few_axes(arguments: Sequence[Argument], prefix: Sequence[Any]) -> OptionError:
+    positional = [a for a in arguments if a.position is not None]
+    wanted = 1 + max(a.position or 0 for a in positional)
+    without = [a.name for a in positional if (a.position or 0) >= len(prefix)]
+    entries = [str(x) for x in prefix] + ["None"] * (wanted - len(prefix))
+    return OptionError(
+        f"batch_axes has {len(prefix)} entr{'y' if len(prefix) == 1 else 'ies'}, and the call has "
+        f"{wanted} positional arguments.",
+        where=", ".join(without),
+        why="there is one entry for every positional argument, in their order: the batch dimension "
+        f"of its leaves, a structure like it, or None; {', '.join(without)} "
+        f"ha{'s' if len(without) == 1 else 've'} none.",
+        hint=f"batch_axes=({', '.join(entries)}) says that "
+        f"{'it holds' if len(without) == 1 else 'they hold'} no batch; 0 in its place, that the "
+        "first dimension is the batch.",
+    )
 
 
 def _entry_axes(argument: Argument, entry: Any) -> list[Any]:
