@@ -308,20 +308,22 @@ def compile_like(
     options: Options,
     cluster: Cluster,
     plan: Plan,
-    rows: int,
+    rows: int | None,
     report: Report = lambda message: None,
 ) -> Compiled | None:
-    """Follow a plan of the same program for a larger batch; None where its decisions do not fit.
+    """Follow a plan of the same program for a larger batch, or one of other weak types.
+
+    None where its decisions do not fit.
 
     The state is stored as in that plan, so that both programs can take turns with it. Where the
     batch does not divide among the devices as there, what cannot be cut is computed whole.
 
     Args:
-      graph: the step, traced for a smaller batch.
+      graph: the step, traced for a smaller batch or other weak types.
       options: those of the plan.
       cluster: its devices.
       plan: the known plan.
-      rows: the size of its batch.
+      rows: the size of its batch, if there is one.
       report: takes a line of progress.
     """
     options = with_pins_of(plan, options)
@@ -339,7 +341,7 @@ def compile_like(
         except AutoparError:
             continue
         if found.fits:
-            followed = f"follows the plan for {rows} examples"
+            followed = "follows the plan for " + (f"{rows} examples" if rows else "other types")
             digest, needed = fingerprint(graph.jaxpr), model_flops(search.graph.jaxpr, search.rules)
             made = write_plan(found, [found], digest, options, cluster, needed, followed)
             return Compiled(made, found.runnable, found.split.graph)
