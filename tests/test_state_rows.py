@@ -63,8 +63,14 @@ def greedy(state: Any, params: Any) -> Any:
 
 
 def scanned(state: Any, params: Any) -> Any:
-    """The same by a scan over the layers, which walks caches and weights."""
+    """The same by a scan over the layers."""
     cache, tokens, place = state
+    logits, cache = scan_of_layers(params, cache, tokens, place)
+    return (cache, logits.argmax(-1).astype(jnp.int32), place + 1), logits
+
+
+def scan_of_layers(params: Any, cache: Any, tokens: Any, place: Any) -> Any:
+    """A scan that walks caches and weights."""
 
     def layer(h: Any, xs: Any) -> Any:
         w, k, v = xs
@@ -73,9 +79,8 @@ def scanned(state: Any, params: Any) -> Any:
         return h + attend(h @ w["q"], k, v, place) @ w["o"], (k, v)
 
     h = params["emb"][tokens] + params["pos"][place]
-    h, (k, v) = jax.lax.scan(layer, h, (params["layers"], *cache))
-    logits = h @ params["emb"].T
-    return ((k, v), logits.argmax(-1).astype(jnp.int32), place + 1), logits
+    h, cache = jax.lax.scan(layer, h, (params["layers"], *cache))
+    return h @ params["emb"].T, cache
 
 
 def sampled(state: Any, params: Any) -> Any:
@@ -110,6 +115,10 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]]]] = 
     "scanned": (scanned, lambda n: ((stacked(n), *start(n)[1:]), parameters())),
     "sampled": (sampled, lambda n: ((*start(n), jax.random.key(7)), parameters())),
     "given": (given, lambda n: (parameters(), *start(n))),
+    "given scanned": (
+        scan_of_layers,
+        lambda n: (parameters(), stacked(n), *start(n)[1:]),
+    ),
 }
 
 
@@ -121,7 +130,7 @@ def test_rows_of_the_state_are_the_batch(name: str) -> None:
     axes = {p: x.batch_axis for p, x in labels.items() if x.batch_axis is not None}
     rows = {p for p, x in labels.items() if x.alias is not None and 8 in shapes_of(traced)[p]}
     assert traced.batch_size == 8
-    assert axes.keys() == rows | ({"tokens"} if name == "given" else set())
+    assert axes.keys() == rows | ({"tokens"} if "given" in name else set())
     assert all(shapes_of(traced)[path][axis] == 8 for path, axis in axes.items())
 
 
