@@ -43,7 +43,8 @@ class Parallelized(Displayed, Requested, AroundStep):
     """A step that plans itself when it is called, as `jax.jit` compiles; `parallelize` makes it.
 
     It is planned once for every signature: the structure of the arguments, shapes, dtypes, and
-    static leaves; but a smaller batch follows the plan of a larger one. Inside another JAX
+    static leaves; but a smaller batch follows the plan of a larger one, and other weak types that
+    known for the same shapes. Inside another JAX
     transformation it is the plain function.
     """
 
@@ -59,7 +60,8 @@ class Parallelized(Displayed, Requested, AroundStep):
         self._convention = Convention.of(fn, request.options.static_argnums)
         self._executables: dict[Signature, Executable] = {}
         self._planned: list[Executable] = []  # those that follow no other one's plan
-        self._told: set[bool] = set()  # of smaller batches: those cut as larger ones, and others
+        # Of plans that were followed: whether for weak types, and for a batch cut as there.
+        self._told: set[tuple[bool, bool]] = set()
         self._last: Executable | None = None
         self._lock = threading.RLock()
         self._was_transformed = False
@@ -121,14 +123,15 @@ class Parallelized(Displayed, Requested, AroundStep):
                 followed = new_shapes.follow(guide, name, self._request, traced)
                 if followed is not None:
                     cuts = new_shapes.is_cut_alike(guide, followed)
-                    if cuts not in self._told:
-                        self._told.add(cuts)
+                    kind = new_shapes.is_retyped(guide.traced, signature), cuts
+                    if kind not in self._told:
+                        self._told.add(kind)
                         new_shapes.tell_following(name, guide, followed, cuts)
                     return followed
             new_shapes.tell_planning(name, self._planned, signature)
             executable = build(self._fn, args, kwargs, self._request)
         except AutoparError as error:
-            if guide is not None:
+            if guide is not None and not new_shapes.is_retyped(guide.traced, signature):
                 error.add_note(new_shapes.leave_out(name, guide))
             raise
         self._planned.append(executable)

@@ -74,7 +74,7 @@ def plan_traced(
     """What a traced step comes to on a cluster: planned, or as a plan that was made."""
     from autopar.passes.graph.logical import no_mesh
     from autopar.passes.planner.compiler import compile_graph
-    from autopar.passes.trace.batch_lines import with_other_axes
+    from autopar.passes.trace.batch_lines import tell_batch
 
     options = request.options
 
@@ -87,8 +87,8 @@ def plan_traced(
                 return planned(options)
             return plan_confirmed(traced, options, cluster, planned, progress)
         except (BatchArgumentError, InexactMicrobatchError) as error:
-            if options.batch_axes is None:
-                with_other_axes(error, traced.graph.jaxpr, traced.graph.inputs, traced.arguments)
+            graph, said = traced.graph, (options.batch_argnums, options.batch_axes)
+            tell_batch(error, graph.jaxpr, graph.inputs, traced.arguments, *said)
             raise
 
 

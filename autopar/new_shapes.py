@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 
@@ -32,46 +33,62 @@ def changed_leaves(traced: Traced, signature: Signature) -> list[int] | None:
     return [i for i, (old, new) in pairs if old != new]
 
 
-def is_smaller(traced: Traced, signature: Signature) -> bool:
-    """Whether arguments are those of a trace, but for a batch of fewer or shorter examples."""
+def can_follow(traced: Traced, signature: Signature) -> bool:
+    """Whether arguments are those of a trace, but for weak types and fewer or shorter examples."""
     changed = changed_leaves(traced, signature)
-    if not changed or traced.batch_size is None:
+    if not changed:
         return False
     for i in changed:
         old, new = traced.signature.shapes[i], signature.shapes[i]
-        if traced.graph.inputs[i].role != "batch" or len(old.shape) != len(new.shape):
+        if old.dtype != new.dtype:
             return False
-        if (old.dtype, old.weak_type) != (new.dtype, new.weak_type):
+        if old.shape == new.shape:
+            continue
+        if traced.graph.inputs[i].role != "batch" or len(old.shape) != len(new.shape):
             return False
         if not all(0 < n <= o for n, o in zip(new.shape, old.shape, strict=True)):
             return False
     return True
 
 
+def is_retyped(traced: Traced, signature: Signature) -> bool:
+    """Whether arguments differ from those of a trace in weak types alone."""
+    pairs = zip(traced.signature.shapes, signature.shapes, strict=True)
+    return all((old.shape, old.dtype) == (new.shape, new.dtype) for old, new in pairs)
+
+
 def nearest(known: Iterable[Executable], signature: Signature) -> Executable | None:
-    """Of executables for larger batches, that for the fewest elements."""
+    """Of executables whose plan may be followed, that for the fewest elements."""
 
     def size(executable: Executable) -> int:
         return sum(math.prod(x.shape) for x in executable.traced.signature.shapes)
 
-    return min((x for x in known if is_smaller(x.traced, signature)), key=size, default=None)
+    return min((x for x in known if can_follow(x.traced, signature)), key=size, default=None)
 
 
 def follow(
     guide: Executable, name: str, request: PlanRequest, trace: Callable[..., Traced]
 ) -> Executable | None:
-    """An executable that follows the plan of another one for a larger batch, if it can."""
+    """An executable that follows the plan of another one, if it can.
+
+    Weak types may change what is computed in which dtype: then it is another program.
+    """
     rows = guide.traced.batch_size
-    assert rows is not None, guide
     cluster, _ = request.load()
-    with Progress(f"compiling {name} for a smaller batch", request.progress) as progress:
+    with Progress(f"compiling {name} as planned", request.progress) as progress:
         traced = trace(cluster, progress, is_smaller=True)
         if traced.graph.inputs != guide.traced.graph.inputs:
             return None  # they are taken for something else now
+        if _result_dtypes(traced) != _result_dtypes(guide.traced):
+            return None
         with no_mesh():
             like = guide.plan, rows, progress.report
             compiled = compile_like(traced.graph, request.options, cluster, *like)
         return None if compiled is None else guide.another(traced, compiled, progress)
+
+
+def _result_dtypes(traced: Traced) -> list[Any]:
+    return [var.aval.dtype for var in traced.graph.jaxpr.outvars]
 
 
 def is_cut_alike(guide: Executable, executable: Executable) -> bool:
@@ -84,9 +101,11 @@ def is_cut_alike(guide: Executable, executable: Executable) -> bool:
 
 
 def tell_following(name: str, guide: Executable, executable: Executable, is_cut: bool) -> None:
-    """Warn that a plan is followed for a smaller batch; `is_cut`: among the devices as there."""
+    """Warn that a plan is followed; `is_cut`: the batch is, among the devices as there."""
     old, new = guide.traced.batch_size, executable.traced.batch_size
     what = f"for {old} examples with {new}" if old != new else "with other shapes"
+    if is_retyped(guide.traced, executable.traced.signature):
+        what = "with other weak types"
     text = (
         f"{name} follows its plan {what}: "
         f"{changes(guide.traced, executable.traced.signature)}. It is compiled once for that, and "

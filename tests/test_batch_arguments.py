@@ -70,7 +70,7 @@ def test_batch_axes_may_be_negative_and_apply_to_a_subtree() -> None:
 @pytest.mark.parametrize(
     ("axes", "error", "text"),
     [
-        ((None,), OptionError, "has 1 entries"),
+        ((None,), OptionError, "has 1 entry, and the call has 2 positional"),
         ((None, {"x": 0}), OptionError, "does not fit argument batch"),
         ((None, "x"), OptionError, "'x' for batch"),
         ((None, 3), BatchArgumentError, "dimension 3"),

@@ -21,6 +21,7 @@ from autopar.passes.microbatch.equations import MIXES, Context, is_control_flow
 from autopar.passes.microbatch.phases import Phases, find_phases
 from autopar.passes.microbatch.propagate import Forward, forward, input_states
 from autopar.passes.microbatch.rewrite import rewrite
+from autopar.passes.microbatch.row_chunks import chunk_hint
 from autopar.passes.microbatch.several_loops import (
     CutStep,
     cut_step,
@@ -314,6 +315,8 @@ def refusal(analysis: Analysis) -> InexactMicrobatchError:
             " (for instance normalise over features instead of the batch); or allow more batch-wide"
             " work by max_flops_share and max_bytes_share."
         )
+    chunks = chunk_hint(analysis.graph, analysis.batch_sizes, analysis.num_microbatches)
+    hint = f"{chunks}; or {hint}" if chunks else hint
     whole = [sort for sort in analysis.graph.row_sorts if not sort.by_example]
     why += "".join(f" Rows are {line}." for line in told(whole))
     return InexactMicrobatchError(

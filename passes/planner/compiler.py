@@ -50,6 +50,7 @@ from autopar.passes.planner.edited_plans import (
     with_pins_of,
     with_plain_pins,
 )
+from autopar.passes.planner.even_shares import warn_of_stages, with_even_shares
 from autopar.passes.planner.even_stages import even_pipelines
 from autopar.passes.planner.following import counts_like, follow_plan, plan_like
 from autopar.passes.planner.layout_search import LayoutSearch
@@ -144,6 +145,7 @@ def compile_graph(
         others = remedies(search, LayoutSearch.within, candidates, watch.left(SECONDS))
         raise out_of_memory(candidates, options, cluster, reason, others)
     meshes = [planned.mesh for planned in chosen.planned]
+    warn_of_stages(chosen, search.graph, options, cluster)
     warn_of_lost(zip((x.graph.jaxpr for x in chosen.stages.graphs), meshes, strict=True))
     made = write_plan(chosen, candidates, program_hash, options, cluster, needed)
     if options.offload == "optimizer" and made.host is None:
@@ -207,6 +209,7 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
             # The devices of one mesh are too many for a microbatch; a stage has fewer.
             if options.stages == "auto" and not stages_first:
                 pipelines = search.automatic_pipelines()
+            pipelines = with_even_shares(pipelines, search.graph, options.method)
             if not pipelines:
                 raise
             return pipelines, ""
@@ -305,20 +308,22 @@ def compile_like(
     options: Options,
     cluster: Cluster,
     plan: Plan,
-    rows: int,
+    rows: int | None,
     report: Report = lambda message: None,
 ) -> Compiled | None:
-    """Follow a plan of the same program for a larger batch; None where its decisions do not fit.
+    """Follow a plan of the same program for a larger batch, or one of other weak types.
+
+    None where its decisions do not fit.
 
     The state is stored as in that plan, so that both programs can take turns with it. Where the
     batch does not divide among the devices as there, what cannot be cut is computed whole.
 
     Args:
-      graph: the step, traced for a smaller batch.
+      graph: the step, traced for a smaller batch or other weak types.
       options: those of the plan.
       cluster: its devices.
       plan: the known plan.
-      rows: the size of its batch.
+      rows: the size of its batch, if there is one.
       report: takes a line of progress.
     """
     options = with_pins_of(plan, options)
@@ -336,7 +341,7 @@ def compile_like(
         except AutoparError:
             continue
         if found.fits:
-            followed = f"follows the plan for {rows} examples"
+            followed = "follows the plan for " + (f"{rows} examples" if rows else "other types")
             digest, needed = fingerprint(graph.jaxpr), model_flops(search.graph.jaxpr, search.rules)
             made = write_plan(found, [found], digest, options, cluster, needed, followed)
             return Compiled(made, found.runnable, found.split.graph)

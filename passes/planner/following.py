@@ -108,7 +108,7 @@ def plan_with(
     return assemble(split, stages, tuple(planned), schedule, cluster, limit, _remat(plan))
 
 
-def counts_like(plan: Plan, rows: int, sizes: Set[int], options: Options) -> tuple[int, ...]:
+def counts_like(plan: Plan, rows: int | None, sizes: Set[int], options: Options) -> tuple[int, ...]:
     """Numbers of microbatches to try for a smaller batch, the best first.
 
     A microbatch has no more rows than one of the known plan, and where possible as many for each
@@ -116,10 +116,12 @@ def counts_like(plan: Plan, rows: int, sizes: Set[int], options: Options) -> tup
 
     Args:
       plan: the known plan.
-      rows: of the batch that it is for.
+      rows: of the batch that it is for; None: it has none.
       sizes: the rows of the batch now.
       options: what was asked for.
     """
+    if rows is None or not sizes:
+        return (plan.num_microbatches,)
     known, now = max(rows // plan.num_microbatches, 1), math.gcd(*sizes)
     shared = math.gcd(known, plan.stages[0].num_devices)
     counts = [n for n in range(1, now + 1) if now % n == 0 and now // n <= known]

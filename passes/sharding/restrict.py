@@ -293,13 +293,27 @@ def check_batch(graph: Graph, method: str, mesh: tuple[int, ...], count: int) ->
         size = aval_shape(var)[label.batch_axis]
         if size % (count * devices):
             each = "" if count == 1 else f" in {count} microbatches"
+            multiple = count * devices
+            padded = math.ceil(size / multiple) * multiple
+            hint = f"use a multiple of {multiple} examples"
+            if padded:
+                hint += f" (pad it to {padded}, with rows that the loss leaves out)"
+            hint += ", or method='shard'"
+            fewer = 1 if size % count else _most_that_divide(size // count, devices)
+            if fewer > 1 and len(mesh) == 1:
+                idle = devices - fewer
+                hint += f", or logical_mesh=({fewer},), which leaves {idle} of the devices idle"
             raise BatchArgumentError(
                 f"A batch of {size} examples{each} cannot be divided among {devices} devices.",
                 where=label.path,
                 why=f"method={method!r} gives every device an equal share of every microbatch.",
-                hint=f"use a multiple of {count * devices} examples, or method='shard'; where the"
-                " batch is another argument, name it with batch_argnums.",
+                hint=f"{hint}.",
             )
+
+
+def _most_that_divide(size: int, devices: int) -> int:
+    """The largest number of devices, at most so many, among which rows are shared evenly."""
+    return next(n for n in range(devices, 0, -1) if size % n == 0)
 
 
 def largest_dim_cut(

@@ -8,6 +8,7 @@ summed over, or comes out as a result.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
@@ -40,6 +41,8 @@ class DimensionLoops:
     placed: set[Hashable] = field(default_factory=set)  # those of which parts are taken by position
     filled: set[Var] = field(default_factory=set)  # with one number
     walks: list[tuple[Dim, list[Dim]]] = field(default_factory=list)  # of scans, and their carries'
+    # What is picked from by number, the numbers, and the dimensions of these.
+    lookups: list[tuple[Dim, Atom, list[Dim]]] = field(default_factory=list)
 
     @classmethod
     def of(cls, jaxpr: Jaxpr) -> DimensionLoops:
@@ -141,9 +144,16 @@ class DimensionLoops:
                 self._join(along)
                 if len({var.aval.shape[d] for var, _ in along}) > 1 or d in positions:
                     self.placed.update(along[:1])
+        if name == "gather":
+            indices = eqn.invars[1]
+            rows = [dim for d in range(len(indices.aval.shape) - 1) for dim in _dims(indices, d)]
+            picked = [dim for d in _picked(eqn) for dim in _dims(eqn.invars[0], d)]
+            self.lookups += [(dim, indices, rows) for dim in picked]
         if name in SCATTERS and eqn.invars[2].aval.shape:
-            # The rows that are scattered are summed or written.
-            self.reduced.update(_dims(eqn.invars[2], 0))
+            # The rows that are scattered are summed or written, but where each has its own place.
+            kept = {factor for dim in rule.results[0] for factor in dim}
+            if kept.isdisjoint(rule.operands[2][0]):
+                self.reduced.update(_dims(eqn.invars[2], 0))
 
 
 def _in_order(eqn: JaxprEqn) -> tuple[int, ...]:
@@ -151,6 +161,12 @@ def _in_order(eqn: JaxprEqn) -> tuple[int, ...]:
     if eqn.primitive.name == "rev":
         return tuple(eqn.params["dimensions"])
     return (eqn.params["axis"],) if eqn.primitive.name.startswith("cum") else ()
+
+
+def _picked(eqn: JaxprEqn) -> list[int]:
+    """The dimensions of a gather's operand in which each index picks one place."""
+    sizes, numbers = eqn.params["slice_sizes"], eqn.params["dimension_numbers"]
+    return [dim for dim in numbers.start_index_map if sizes[dim] == 1]
 
 
 def _dims(atom: Atom, d: int) -> list[Dim]:
@@ -176,23 +192,13 @@ def guess_axes(jaxpr: Jaxpr, leaves: Sequence[Leaf], state: Iterable[int]) -> di
     """
     loops = DimensionLoops.of(jaxpr)
     final = lambda dims: {loops.loop(dim) for dim in dims}  # noqa: E731
-    reduced, scanned = final(loops.reduced), final(loops.scanned)
+    reduced = final(loops.reduced)
     results = final(
         d for out in jaxpr.outvars for i in range(len(out.aval.shape)) for d in _dims(out, i)
     )
 
-    def of(index: int, axis: int) -> Hashable | None:
-        dims = _dims(jaxpr.invars[index], axis)
-        return loops.loop(dims[0]) if dims else None
-
-    # Time is walked by scans: what comes after it may be the batch. But not if that looks more like
-    # time, of which parts are taken and positions are compared, and is nothing that is carried.
-    timed, carried = final(loops.placed) | meet_themselves(jaxpr, loops), loops.carried_by()
-    walked = [(of(x.index, 0), of(x.index, 1)) for x in leaves if len(x.shape) > 1]
-    rows = {first for first, _ in walked if first in scanned and first not in timed}
-    rows -= {first for first, other in walked if other not in timed or (first, other) in carried}
-    scanned -= rows
-    axes = {x.index: int(len(x.shape) > 1 and of(x.index, 0) in scanned) for x in leaves}
+    of = functools.partial(loop_at, jaxpr, loops)
+    axes, scanned = leading_axes(jaxpr, loops, leaves)
     leading = {x.index: of(x.index, axes[x.index]) for x in leaves}
 
     def features_of(leaf: Leaf) -> set[Hashable | None]:
@@ -251,6 +257,31 @@ def guess_axes(jaxpr: Jaxpr, leaves: Sequence[Leaf], state: Iterable[int]) -> di
                 return None
             del groups[loop]  # weights, or targets of graphs beside their nodes
     return {x.index: axes[x.index] for own in groups.values() for x in own}
+
+
+def leading_axes(
+    jaxpr: Jaxpr, loops: DimensionLoops, leaves: Sequence[Leaf]
+) -> tuple[dict[int, int], set[Hashable]]:
+    """For each leaf its first dimension but time, and the loops that are time.
+
+    Time is walked by scans: what comes after it may be the batch. But not if that looks more like
+    time, of which parts are taken and positions are compared, and is nothing that is carried.
+    """
+    of = functools.partial(loop_at, jaxpr, loops)
+    timed = {loops.loop(dim) for dim in loops.placed} | meet_themselves(jaxpr, loops)
+    scanned, carried = {loops.loop(dim) for dim in loops.scanned}, loops.carried_by()
+    walked = [(of(x.index, 0), of(x.index, 1)) for x in leaves if len(x.shape) > 1]
+    rows = {first for first, _ in walked if first in scanned and first not in timed}
+    rows -= {first for first, other in walked if other not in timed or (first, other) in carried}
+    scanned -= rows
+    axes = {x.index: int(len(x.shape) > 1 and of(x.index, 0) in scanned) for x in leaves}
+    return axes, scanned
+
+
+def loop_at(jaxpr: Jaxpr, loops: DimensionLoops, index: int, axis: int) -> Hashable | None:
+    """The loop that an input has along a dimension; None: it has one place there."""
+    dims = _dims(jaxpr.invars[index], axis)
+    return loops.loop(dims[0]) if dims else None
 
 
 def _meet(jaxpr: Jaxpr, loops: DimensionLoops, chosen: set[Hashable]) -> bool:

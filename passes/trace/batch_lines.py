@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr
@@ -47,10 +48,47 @@ def ambiguous(arguments: Sequence[Argument], leaves: Sequence[Leaf]) -> BatchArg
     )
 
 
-def with_other_axes(
+def tell_batch(
+    error: AutoparError,
+    jaxpr: Jaxpr,
+    inputs: Sequence[Input],
+    arguments: Sequence[Argument],
+    batch_argnums: Sequence[int] | str,
+    batch_axes: Any,
+) -> None:
+    """Let an error about the batch say what was taken for it, and how to say otherwise."""
+    is_guess = batch_argnums == "auto" and batch_axes is None
+    taken = _taken(jaxpr, inputs)
+    if not taken:
+        return
+    line = f"The batch is {taken}"
+    if is_guess:
+        line += ", as autopar guessed: batch_argnums= or batch_axes= say otherwise"
+    error.why = f"{error.why}\n{line}." if error.why else f"{line}."
+    if batch_axes is None:
+        _with_other_axes(error, jaxpr, inputs, arguments)
+
+
+def _taken(jaxpr: Jaxpr, inputs: Sequence[Input]) -> str:
+    """The dimensions that are the batch, and their sizes; "": there is none."""
+    leaves: dict[tuple[int, int], list[str]] = {}
+    for var, label in zip(jaxpr.invars, inputs, strict=False):  # constants have no labels yet
+        if label.batch_axis is not None:
+            place = label.batch_axis, var.aval.shape[label.batch_axis]
+            leaves.setdefault(place, []).append(label.path)
+    parts = []
+    for (axis, size), paths in leaves.items():
+        more = len(paths) - 2
+        told = ", ".join(paths[:2]) if more > 0 else " and ".join(paths)
+        told += f" and {more} more lea{'f' if more == 1 else 'ves'}" if more > 0 else ""
+        parts.append(f"dimension {axis} of {told} ({size})")
+    return "; ".join(parts)
+
+
+def _with_other_axes(
     error: AutoparError, jaxpr: Jaxpr, inputs: Sequence[Input], arguments: Sequence[Argument]
 ) -> None:
-    """Let an error about the batch name the other dimension that may hold the examples.
+    """Name the other dimension that may hold the examples.
 
     Time-major data look like a batch along time. Another loop of the program may hold the examples
     where every leaf of the batch has it, no state has it, no scan walks it in order (unless it was

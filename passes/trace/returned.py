@@ -104,7 +104,8 @@ def _match(
     return Match(aliases, outputs, flows.strongest(aliases))
 
 
-_FIRST_OPERAND = frozenset({"dynamic_slice", "dynamic_update_slice"}) | SCATTERS.keys()
+_WRITES = frozenset({"dynamic_update_slice"}) | SCATTERS.keys()
+_FIRST_OPERAND = frozenset({"dynamic_slice"}) | _WRITES
 
 
 class Flows:
@@ -156,7 +157,7 @@ class Flows:
         if name == "scan":
             scan = ScanParts.of(eqn)
             if output >= scan.num_carry:
-                return []
+                return self._written(scan, output, operands)
             return self._carried(scan.body, output, scan.num_consts, operands, allowed)
         if name == "while":
             loop = WhileParts.of(eqn)
@@ -167,6 +168,15 @@ class Flows:
         if name == "select_n":
             return list(operands[1:])
         return list(operands[:1] if name in _FIRST_OPERAND else operands)
+
+    def _written(self, scan: ScanParts, output: int, operands: Any) -> list[Any]:
+        """The stack into whose slices a scan writes, as into caches, to hand them on."""
+        _, slices = scan.operands(scan.body.invars)[1:]
+        made = next((e for e in scan.body.eqns if scan.body.outvars[output] in e.outvars), None)
+        if made is None or made.primitive.name not in _WRITES:
+            return []
+        stacks = zip(scan.operands(operands)[2], slices, strict=True)
+        return [stack for stack, own in stacks if own is made.invars[0]]
 
     def _carried(
         self, body: Jaxpr, output: int, first: int, operands: Any, allowed: frozenset[str]

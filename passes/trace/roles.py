@@ -24,6 +24,7 @@ from autopar.passes.trace.arguments import Argument, Request, Result
 from autopar.passes.trace.batch_guess import Leaf, guess_axes
 from autopar.passes.trace.batch_lines import ambiguous
 from autopar.passes.trace.returned import UNCHANGED, Match, find_returned
+from autopar.passes.trace.state_rows import rows_of_state
 
 
 def assign(
@@ -210,10 +211,15 @@ def _guessed_axes(
 ) -> dict[int, int] | None:
     """The leading dimension where all that may be a batch agrees on it; else what the program says.
 
+    An inference's state may hold the batch (`state_rows`).
     Where no state is known, as in an evaluation step, parameters may agree with the batch by
     chance; and what a scan walks in order is time, whatever its size.
     """
     leaves = _candidates(arguments, returned, keys)
+    rows, parameters = rows_of_state(jaxpr, leaves, _updates(returned, keys))
+    if rows is not None:
+        return rows
+    leaves = [leaf for leaf in leaves if leaf.argument not in parameters]
     sizes = {leaf.shape[0] for leaf in leaves}
     has_state = any(match.is_state for match in returned.values())
     is_plain = has_state or len({leaf.argument for leaf in leaves}) < 2
@@ -230,6 +236,12 @@ def _guessed_axes(
         if len({leaf.shape[0] for leaf in others}) == 1:
             return {leaf.index: 0 for leaf in others}
     return axes
+
+
+def _updates(returned: Mapping[int, Match], keys: frozenset[int]) -> dict[int, int]:
+    """Which output is the new value of each leaf of the state, but for keys."""
+    states = (match.aliases for match in returned.values() if match.is_state)
+    return {i: output for aliases in states for i, output in aliases.items() if i not in keys}
 
 
 def _scanned(jaxpr: Jaxpr) -> set[int]:
@@ -252,12 +264,7 @@ def _named_axes(arguments: Sequence[Argument], prefix: Any) -> dict[int, int]:
         entry = prefix
         if not isinstance(prefix, int):
             if argument.position >= len(prefix):
-                raise OptionError(
-                    f"batch_axes has {len(prefix)} entries.",
-                    where=argument.name,
-                    why=f"the argument is number {argument.position}, counted from 0.",
-                    hint="give an entry for every positional argument; None says: no batch.",
-                )
+                raise _too_few_axes(arguments, prefix)
             entry = prefix[argument.position]
         entries = zip(argument.arrays(), _entry_axes(argument, entry), strict=True)
         for (index, path, leaf), axis in entries:
@@ -280,6 +287,24 @@ def _named_axes(arguments: Sequence[Argument], prefix: Any) -> dict[int, int]:
     named = (argument for argument in arguments if argument.position is None)
     leaves = (leaf for argument in named for leaf in argument.arrays())
     return axes | {i: 0 for i, _, leaf in leaves if leaf.shape and leaf.shape[0] == size}
+
+
+def _too_few_axes(arguments: Sequence[Argument], prefix: Sequence[Any]) -> OptionError:
+    positional = [a for a in arguments if a.position is not None]
+    wanted = 1 + max(a.position or 0 for a in positional)
+    without = [a.name for a in positional if (a.position or 0) >= len(prefix)]
+    entries = [str(x) for x in prefix] + ["None"] * (wanted - len(prefix))
+    return OptionError(
+        f"batch_axes has {len(prefix)} entr{'y' if len(prefix) == 1 else 'ies'}, and the call has "
+        f"{wanted} positional arguments.",
+        where=", ".join(without),
+        why="there is one entry for every positional argument, in their order: the batch dimension "
+        f"of its leaves, a structure like it, or None; {', '.join(without)} "
+        f"ha{'s' if len(without) == 1 else 've'} none.",
+        hint=f"batch_axes=({', '.join(entries)}) says that "
+        f"{'it holds' if len(without) == 1 else 'they hold'} no batch; 0 in its place, that the "
+        "first dimension is the batch.",
+    )
 
 
 def _entry_axes(argument: Argument, entry: Any) -> list[Any]:

@@ -26,7 +26,7 @@ from autopar.passes.graph.logical import on_logical_shapes
 from autopar.passes.trace import roles
 from autopar.passes.trace.annotations import with_annotations
 from autopar.passes.trace.arguments import Argument, Request, Result
-from autopar.passes.trace.batch_lines import with_other_axes
+from autopar.passes.trace.batch_lines import tell_batch
 from autopar.passes.trace.object_states import ObjectKey
 from autopar.passes.trace.shard_maps import without_shard_maps
 from autopar.passes.trace.side_effects import tell_unreturned, unreturned, watched
@@ -184,8 +184,7 @@ def trace(
         shapes = signature.shapes
         size = roles.check_division(inputs, shapes, microbatches=microbatches, method=method)
     except BatchArgumentError as error:
-        if batch_axes is None:
-            with_other_axes(error, graph.jaxpr, inputs, arguments)
+        tell_batch(error, graph.jaxpr, inputs, arguments, batch_argnums, batch_axes)
         raise
     jaxpr = with_annotations(graph.jaxpr, arguments) if constraints == "pin" else graph.jaxpr
     graph = Graph(jaxpr, (*inputs, *constants), outputs, graph.constants)

@@ -7,6 +7,7 @@ of their parts share a line (`params['Block_{0,1}']['{bias,scale}']`), which los
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import re
@@ -34,11 +35,14 @@ def plan_text(plan: Plan) -> str:
 
 def error_text(error: AutoparError) -> str:
     """An error of planning: its class and its message, without folders of the machine."""
+    error = copy.copy(error)
+    for part in ("what", "where", "why", "hint"):  # before lines are wrapped
+        for folder in (str(TESTS.parent), str(Path(os.__file__).parent)):
+            text = getattr(error, part)
+            setattr(error, part, text and text.replace(f"{folder}{os.sep}", ""))
     message = str(error)
     if hasattr(error, "would_fit"):  # what would fit is tried as long as there is time
         message = message.partition("\n  try:")[0]
-    for folder in (str(TESTS.parent), str(Path(os.__file__).parent)):
-        message = message.replace(f"{folder}{os.sep}", "")
     return "".join(f"{line}\n" for line in [type(error).__name__, *message.splitlines()])
 
 

@@ -1,0 +1,126 @@
+"""The batch of a step whose state holds it, as an inference's caches and tokens do.
+
+Beside such a state there are parameters, whose leading dimensions are features or what tokens look
+up (a vocabulary), and perhaps data with the same rows. A train step sums the rows of its data into
+the state; here every row of the new state comes from the same row of the old one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, Var
+
+from autopar.passes.graph.graph import eliminate_dead_code, variables
+from autopar.passes.trace.batch_guess import (
+    DimensionLoops,
+    Leaf,
+    leading_axes,
+    loop_at,
+    meet_themselves,
+)
+
+NOTHING: tuple[None, frozenset[int]] = (None, frozenset())
+
+
+def rows_of_state(
+    jaxpr: Jaxpr, leaves: Sequence[Leaf], updates: Mapping[int, int]
+) -> tuple[dict[int, int] | None, frozenset[int]]:
+    """The batch dimension of every leaf that has one, if the state's rows are the batch.
+
+    They are a loop that leads some leaf, that half of the state's leaves have, and that nothing on
+    the way to the new state sums over, shifts, or compares with itself.
+
+    Args:
+      jaxpr: the flat program.
+      leaves: those that are neither state nor keys nor scalars.
+      updates: of the state's arrays but for keys, the outputs that are their new values.
+
+    Returns:
+      The batch dimensions; None: the state has no such rows, or all the other leaves have them too.
+      And the numbers of arguments in which tokens look something up: these are parameters,
+      whatever is the batch.
+    """
+    held = {i: jaxpr.invars[i].aval.shape for i in updates if jaxpr.invars[i].aval.shape}
+    is_empty = any(0 in leaf.shape for leaf in leaves)
+    if not leaves or is_empty or not _may_have_rows(list(held.values()), leaves):
+        return NOTHING
+    path = eliminate_dead_code(jaxpr.replace(outvars=[jaxpr.outvars[o] for o in updates.values()]))
+    loops = DimensionLoops.of(path)
+    mixed = {loops.loop(dim) for dim in loops.reduced | loops.scanned | loops.placed}
+    mixed |= meet_themselves(path, loops)
+    axes, _ = leading_axes(path, loops, leaves)
+
+    def dims(index: int, first: int, rank: int) -> list[Hashable | None]:
+        return [loop_at(path, loops, index, d) for d in range(first, rank)]
+
+    own = {i: dims(i, 0, len(shape)) for i, shape in held.items()}
+    others = {x.index: dims(x.index, axes[x.index], len(x.shape)) for x in leaves}
+    features = {loop for own_dims in others.values() for loop in own_dims[1:]}
+    inner = {loop for own_dims in own.values() for loop in own_dims[1:]}
+    looked_up = _looked_up(path, loops, list(own | others), list(own), mixed)
+    data = {own_dims[0] for own_dims in others.values()} - features - inner - {None}
+    if data & mixed - looked_up:
+        return NOTHING  # summed into the state, as the batch of a train step is
+    parameters = frozenset(x.argument for x in leaves if others[x.index][0] in looked_up)
+    first = {own_dims[0] for own_dims in (own | others).values()} - mixed - features - {None}
+    rows = _main([[x for x in own_dims if x in first] for own_dims in own.values()])
+    if rows is None or all(own_dims[0] == rows for own_dims in others.values()):
+        return None, parameters
+    batch = {i: own_dims.index(rows) for i, own_dims in own.items() if rows in own_dims}
+    batch |= {i: axes[i] for i, own_dims in others.items() if own_dims[0] == rows}
+    return batch, parameters
+
+
+def _main(candidates: Sequence[Sequence[Hashable]]) -> Hashable | None:
+    """What half of the leaves have, or more; None: nothing, or several alike."""
+    counts = Counter(loop for own in candidates for loop in set(own)).most_common(2)
+    is_tie = len(counts) > 1 and counts[0][1] == counts[1][1]
+    if not counts or is_tie or 2 * counts[0][1] < len(candidates):
+        return None
+    return counts[0][0]
+
+
+def _may_have_rows(shapes: Sequence[tuple[int, ...]], leaves: Sequence[Leaf]) -> bool:
+    """Whether some leading size is in half of the state's shapes: in most it is not."""
+    counts = Counter(size for shape in shapes for size in set(shape))
+    leading = {shape[0] for shape in (*shapes, *(leaf.shape for leaf in leaves))}
+    return any(2 * counts[size] >= len(shapes) for size in leading)
+
+
+def _looked_up(
+    path: Jaxpr,
+    loops: DimensionLoops,
+    inputs: Sequence[int],
+    state: Sequence[int],
+    mixed: set[Hashable],
+) -> set[Hashable]:
+    """Loops of which integers among the inputs pick places by number, each row for itself.
+
+    One row is no loop: what is made from it is followed instead, but not into bodies. Where it is
+    not the state's, it picks from no loop that is mixed: it may be the one edge of a graph.
+    """
+    is_token = {i: jnp.issubdtype(path.invars[i].aval.dtype, jnp.integer) for i in inputs}
+    tokens = [i for i in inputs if is_token[i]]
+    rows = {loop_at(path, loops, i, 0) for i in tokens} - mixed - {None}
+    single = _made_from_one(path, tokens)
+    own_single = _made_from_one(path, [i for i in tokens if i in state])
+    picked = set()
+    for dim, indices, dims in loops.lookups:
+        loop, by = loops.loop(dim), {loops.loop(row) for row in dims}
+        is_single = indices in (own_single if loop in mixed else single) and not by
+        if is_single or (by & rows and not by & mixed):
+            picked.add(loop)
+    return picked
+
+
+def _made_from_one(path: Jaxpr, tokens: Sequence[int]) -> set[Var]:
+    """What is made from those inputs that have one row."""
+    made = {path.invars[i] for i in tokens if math.prod(path.invars[i].aval.shape) == 1}
+    for eqn in path.eqns if made else ():
+        if not made.isdisjoint(variables(eqn.invars)):
+            made.update(eqn.outvars)
+    return made
