@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from autopar.base.displayed import Displayed
 from autopar.base.errors import PlanMismatchError
+from autopar.base.line_times import StepLines
 from autopar.base.missing_files import missing_plan
 from autopar.base.new_files import place_for
 from autopar.base.records import Record, differences, dump_json
@@ -354,6 +355,7 @@ class PlanRecord(Displayed, Record):
       recomputation: of a plan for one mesh, what is computed again to save memory.
       host: what of the state lies in the hosts' memory.
       row_sorts: what became of rows that are sorted by expert.
+      lines: where the time of a step goes; None in files that older versions wrote.
     """
 
     autopar_version: str
@@ -380,6 +382,7 @@ class PlanRecord(Displayed, Record):
     recomputation: Recomputation | None = None
     host: InHostMemory | None = None
     row_sorts: tuple[RowSort, ...] = ()
+    lines: StepLines | None = None
     format_version: int = FORMAT_VERSION
 
     page: ClassVar = ("plan_page", "plan_page")
