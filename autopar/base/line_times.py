@@ -85,10 +85,13 @@ class StepLines(Record):
     Args:
       lines: the longest first; the last one may have no source.
       attention: by hand, the lines that take longest first.
+      checkpoint_seconds: of what is computed again, that which the program's own `jax.checkpoint`
+        asks for.
     """
 
     lines: tuple[LineTime, ...]
     attention: tuple[WrittenAttention, ...] = ()
+    checkpoint_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """As of any record, without `attention` where there is none."""

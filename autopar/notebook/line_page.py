@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autopar.base.line_times import LEAST_SHARE
+from autopar.base.line_times import LEAST_SHARE, MOST_LINES
 from autopar.base.units import format_seconds
 from autopar.notebook.page import Cell, attribute, bar, folded, key, page, table, text
-from autopar.report.hot_lines import KINDS, PASSES, HotLines, line_name, shown_columns
+from autopar.report.hot_lines import KINDS, PASSES, HotLines, first_lines, line_name, shown_columns
 from autopar.report.palette import APART
 
 
@@ -23,7 +23,7 @@ def line_part(found: HotLines, *, is_open: bool = False) -> str:
     own = dict(zip(KINDS, colors, strict=True))
     longest = max(line.seconds for line in found.lines)
     lines: list[list[str | Cell]] = []
-    for line in found.lines:
+    for line in first_lines(found, MOST_LINES):
         kinds = [(name, of(line), own[name]) for name, of in KINDS.items() if name in shown]
         name = f"<code>{text(line_name(line))}</code>" if line.source else text(line_name(line))
         operations = ", ".join(line.operations)

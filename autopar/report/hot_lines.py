@@ -27,7 +27,7 @@ _SHOWN = 0.0005  # of the step: 0.1%, rounded
 
 KERNELS = {
     "cudnn": 'jax.nn.dot_product_attention(q, k, v, implementation="cudnn")',
-    "pallas": "a Pallas kernel, as jax.experimental.pallas.ops.tpu.flash_attention,",
+    "pallas": "A Pallas kernel, as jax.experimental.pallas.ops.tpu.flash_attention,",
 }
 """What computes attention without writing its scores."""
 
@@ -40,7 +40,7 @@ class Advice:
       about: "attention", "recomputation" or "communication".
       source: the line, `file.py:12`, or "".
       share: of the step, what this takes.
-      bound_seconds: by how much the step would be shorter at most.
+      bound_seconds: how much less a device would have to do in a step at most.
       text: all that as a sentence or two.
     """
 
@@ -79,13 +79,14 @@ class HotLines(Displayed):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         whole = line_table(self)
         free = options.update(max_width=10_000)
-        if Measurement.get(console, free, whole).maximum <= options.max_width:
+        if Measurement.get(console, free, whole).maximum <= options.max_width or not self.lines:
             yield whole
         else:
             yield line_table(self, columns=KINDS)
             if shown_columns(self, PASSES):
                 yield line_table(self, "And in which pass", columns=PASSES)
-        yield advice_list(self.advice)
+        if self.advice:
+            yield advice_list(self.advice)
 
     def __str__(self) -> str:
         return as_text(self)
@@ -122,7 +123,7 @@ PASSES: Columns = {
     "again": lambda x: x.again_seconds,
 }
 NOTES = {
-    "memory": "memory: all that is no product, which the memory's bandwidth bounds",
+    "memory": "memory: all that is no product, by the bytes that it moves",
     "comm.": "comm.: communication that nothing hides",
     "again": "again: of the forward pass, computed again in the backward pass",
 }
@@ -143,7 +144,7 @@ def line_table(
 ) -> RenderableType:
     """A row for each line, or for the first alone and for all others."""
     if not found.lines:
-        return Text()
+        return Text(f"{title}: the plan does not say.", "bold")
     shown = shown_columns(found, columns)
     unit, size = next((x for x in _UNITS if found.seconds >= x[1]), _UNITS[-1])
     right = ("share", unit, *shown)
@@ -160,14 +161,16 @@ def line_table(
             Text(f"{share:.1%}", "bold" if share >= WORTH_SAYING else ""),
             *(_number(seconds / size, found.seconds / size) for seconds in times),
         )
-    return captioned(table, "\n".join([*_waiting(found), *(NOTES[x] for x in shown if x in NOTES)]))
+    notes = [*_waiting(found), *(NOTES[x] for x in shown if x in NOTES)]
+    return captioned(table, "\n".join(notes)) if notes else table
 
 
 def first_lines(found: HotLines, most: int) -> Sequence[LineTime]:
-    """So many lines, and all others as one."""
-    first, rest = found.lines[:most], found.lines[most:]
+    """So many lines, and all others as one, but for what is too little to be told."""
+    lines = [line for line in found.lines if found.share(line) >= _SHOWN]
+    first, rest = lines[:most], lines[most:]
     if len(rest) < 2:
-        return found.lines
+        return lines
     total = rest[0]
     for line in rest[1:]:
         total = total.plus(line)
@@ -197,13 +200,13 @@ def _waiting(found: HotLines) -> list[str]:
 
 def _advice(plan: PlanRecord, known: StepLines, found: HotLines) -> Iterator[Advice]:
     """What is true of a plan, the longest kind first."""
-    made = (*_attention(known, found), *_again(plan, found), *_communication(plan, found))
+    made = (*_attention(known, found), *_again(plan, known, found), *_communication(plan, found))
     yield from sorted(made, key=lambda x: -x.share)
 
 
 def _attention(known: StepLines, found: HotLines) -> Iterator[Advice]:
     for item in known.attention:
-        share = item.seconds / found.seconds
+        share = item.seconds / found.seconds if found.seconds else 0.0
         if share < WORTH_SAYING:
             continue
         shorter = _shorter(item.bound_seconds, found)
@@ -211,34 +214,37 @@ def _attention(known: StepLines, found: HotLines) -> Iterator[Advice]:
             "attention",
             item.source,
             share,
-            _of_step(item.bound_seconds, found),
+            item.bound_seconds,
             f"{share:.0%} of {_whole(found)} is the softmax of attention at {item.source} "
             f"({item.function}), which writes and reads all scores. {KERNELS[item.kernel]} writes "
-            f"none: the step would be {shorter}.",
+            f"none: {shorter}.",
         )
 
 
-def _again(plan: PlanRecord, found: HotLines) -> Iterator[Advice]:
+def _again(plan: PlanRecord, known: StepLines, found: HotLines) -> Iterator[Advice]:
     """What is computed again: by the program's `jax.checkpoint`, or because autopar chose so."""
-    seconds = sum(line.again_seconds for line in found.lines)
-    share = seconds / found.seconds if found.seconds else 0.0
-    if share < WORTH_SAYING:
-        return
-    limit, peak = memory_limit(plan), plan.estimates.peak_bytes_per_device
-    asked = plan.options.get("remat")
-    is_chosen = plan.recomputation is not None or any(
+    own, asked = known.checkpoint_seconds, plan.options.get("remat")
+    if asked != "override":
+        limit, peak = memory_limit(plan), plan.estimates.peak_bytes_per_device
+        free = f" ({format_bytes(max(limit - peak, 0))} of a device are free)" if limit else ""
+        how = f'as jax.checkpoint asks. remat="override" keeps what fits{free}: '
+        yield from _computed_again(own, how, found)
+    chosen = plan.recomputation is not None or any(
         stage.remat == "full" or stage.recomputation is not None for stage in plan.stages
     )
-    if asked == "full":
-        how = 'as remat="full" asks. remat="auto" computes again only what does not fit: '
-    elif is_chosen or asked == "override":
+    if chosen:
         how = "to save memory. With more of it "
-    else:
-        free = f" ({format_bytes(limit - peak)} of a device are free)" if limit else ""
-        how = f'as jax.checkpoint asks. remat="override" keeps what fits{free}: '
-    text = f"{share:.0%} of {_whole(found)} computes the forward pass again, {how}"
-    text += f"the step would be {_shorter(seconds, found)}."
-    yield Advice("recomputation", "", share, _of_step(seconds, found), text)
+        if asked == "full":
+            how = 'as remat="full" asks. remat="auto" computes again only what does not fit: '
+        seconds = sum(line.again_seconds for line in found.lines) - own
+        yield from _computed_again(seconds, how, found)
+
+
+def _computed_again(seconds: float, how: str, found: HotLines) -> Iterator[Advice]:
+    share = seconds / found.seconds if found.seconds else 0.0
+    if share >= WORTH_SAYING:
+        text = f"{share:.0%} of {_whole(found)} computes the forward pass again, {how}"
+        yield Advice("recomputation", "", share, seconds, f"{text}{_shorter(seconds, found)}.")
 
 
 def _communication(plan: PlanRecord, found: HotLines) -> Iterator[Advice]:
@@ -255,10 +261,10 @@ def _communication(plan: PlanRecord, found: HotLines) -> Iterator[Advice]:
             "communication",
             line.source,
             share,
-            _of_step(moved, found),
+            moved,
             f"{share:.0%} of {_whole(found)} is communication for {where}, mostly the {what}: "
             f'plan.explain("{line.source}") says what else it could be. '
-            f"Without it the step would be {_shorter(moved, found)}.",
+            f"Without it {_shorter(moved, found)}.",
         )
 
 
@@ -267,11 +273,9 @@ def _whole(found: HotLines) -> str:
     return "what a device does" if _waiting(found) else "the step"
 
 
-def _of_step(seconds: float, found: HotLines) -> float:
-    """Of a step, in which the mesh waits in proportion to what it does."""
-    return seconds * found.step_seconds / found.seconds
-
-
 def _shorter(seconds: float, found: HotLines) -> str:
-    share = seconds / found.seconds
-    return f"at most {format_seconds(_of_step(seconds, found))} ({share:.0%}) shorter"
+    """What is gained at most; of a step in which others wait, a device's part of it."""
+    gained = f"{format_seconds(seconds)} ({seconds / found.seconds:.0%})"
+    if _waiting(found):
+        return f"a device would have at most {gained} less to do"
+    return f"the step would be at most {gained} shorter"

@@ -51,8 +51,9 @@ def plan_tables(plan: PlanRecord) -> RenderableType:
 def summary_tables(plan: PlanRecord) -> RenderableType:
     """The summary of a plan, its stages where it has several, and what would be quicker."""
     tables = _Tables(plan)
-    advice = advice_list(hot_lines(plan).advice)
-    return Group(tables.summary(), *([tables.stages()] if tables.staged else []), advice)
+    advice = hot_lines(plan).advice
+    below = [advice_list(advice)] if advice else []
+    return Group(tables.summary(), *([tables.stages()] if tables.staged else []), *below)
 
 
 class _Tables:
@@ -252,9 +253,8 @@ class _Tables:
     def lines(self) -> RenderableType:
         """The lines that take longest, and what follows from that."""
         found = hot_lines(self.plan)
-        if not found.lines:
-            return Text("\nWhere the time goes: the file does not say.", "bold")
-        return Group(line_table(found, columns=KINDS, most=MOST_IN_PLAN), advice_list(found.advice))
+        table = line_table(found, columns=KINDS, most=MOST_IN_PLAN)
+        return Group(table, *([advice_list(found.advice), ""] if found.advice else []))
 
     def collectives(self) -> RenderableType:
         groups = summaries.group_collectives(self.plan.stages)

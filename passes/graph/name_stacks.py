@@ -12,6 +12,9 @@ from autopar.passes.graph.graph import Atom
 REMATERIALIZED = "rematted_computation"
 """What `jax.checkpoint` calls the forward pass that it computes again, in name stacks."""
 
+RUN_AGAIN = f"autopar_{REMATERIALIZED}"
+"""What autopar calls that which it computes again."""
+
 _TRANSPOSED = re.compile(r"(^|[/(])transpose\(")
 _DERIVED = re.compile(r"(^|[/(])jvp\(")
 
@@ -19,13 +22,15 @@ _DERIVED = re.compile(r"(^|[/(])jvp\(")
 def pass_of(stack: str) -> str:
     """The pass of a step to which a name stack belongs, or "" outside of what is differentiated.
 
+    What runs again does so as `jax.checkpoint` has it ("checkpoint") or as autopar has ("again").
+
     >>> [pass_of(x) for x in ("jvp(GPT)/h_0", "transpose(jvp(GPT))/h_0", "", "transpose(x)")]
     ['forward', 'backward', '', 'backward']
     >>> pass_of("transpose(jvp(jvp(rematted_computation)))")
-    'again'
+    'checkpoint'
     """
     if REMATERIALIZED in stack:
-        return "again"
+        return "again" if RUN_AGAIN in stack else "checkpoint"
     if _TRANSPOSED.search(stack):
         return "backward"
     return "forward" if _DERIVED.search(stack) else ""
@@ -37,9 +42,7 @@ def is_transposed(eqn: JaxprEqn) -> bool:
 
 
 def marked_again(eqn: JaxprEqn, invars: Sequence[Atom], outvars: Sequence[Var]) -> JaxprEqn:
-    """An equation of the forward pass, of other values, called as `jax.checkpoint` calls it."""
+    """An equation of the forward pass, of other values, with a name that says so."""
     info = eqn.source_info
-    stack = info.name_stack
-    if REMATERIALIZED not in str(stack):
-        info = info.replace(name_stack=stack.extend(REMATERIALIZED))
+    info = info.replace(name_stack=info.name_stack.extend(RUN_AGAIN))
     return eqn.replace(invars=[*invars], outvars=[*outvars], source_info=info)

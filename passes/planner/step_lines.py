@@ -47,7 +47,7 @@ PALLAS_ROWS = 128
 Readers = Sequence[Instruction | None]
 
 
-class Place(NamedTuple):
+class UserLine(NamedTuple):
     """A line of the user's code: the file's base name, the line, and the function; or no line."""
 
     file: str = ""
@@ -95,7 +95,7 @@ def step_lines(
         wanted / own if own else 0.0
         for wanted, own in zip((compute_seconds, communication_seconds), priced, strict=True)
     )
-    known: dict[Place, _Times] = defaultdict(_Times)
+    known: dict[UserLine, _Times] = defaultdict(_Times)
     for x in times:
         own, moved = known[x.place], moving * x.moving
         computed = computing * (x.seconds - x.moving)
@@ -104,14 +104,15 @@ def step_lines(
         own.by_pass[x.when] += computed + moved
         own.by_operation[x.operation] += computed + moved
     if not priced[0]:
-        known[Place()].by_kind["memory"] += compute_seconds
+        known[UserLine()].by_kind["memory"] += compute_seconds
     if not priced[1]:
-        known[Place()].by_kind["communication"] += communication_seconds
+        known[UserLine()].by_kind["communication"] += communication_seconds
     attention = _attention(chosen, cluster, times, run.costs, computing)
-    return StepLines(_longest(known), tuple(attention))
+    checkpointed = sum(own.by_pass["checkpoint"] for own in known.values())
+    return StepLines(_longest(known), tuple(attention), checkpointed)
 
 
-def _longest(known: Mapping[Place, _Times]) -> tuple[LineTime, ...]:
+def _longest(known: Mapping[UserLine, _Times]) -> tuple[LineTime, ...]:
     lines = [_line(place, own) for place, own in known.items()]
     lines.sort(key=lambda x: (not x.source, -x.seconds, x.source, x.function))
     least = LEAST_SHARE * sum(x.seconds for x in lines)
@@ -125,7 +126,7 @@ def _longest(known: Mapping[Place, _Times]) -> tuple[LineTime, ...]:
     return (*told, rest)
 
 
-def _line(place: Place, own: _Times) -> LineTime:
+def _line(place: UserLine, own: _Times) -> LineTime:
     longest = sorted(own.by_operation.items(), key=lambda item: (-item[1], item[0]))
     return LineTime(
         source=place.source,
@@ -136,7 +137,7 @@ def _line(place: Place, own: _Times) -> LineTime:
         communication_seconds=own.by_kind["communication"],
         forward_seconds=own.by_pass["forward"],
         backward_seconds=own.by_pass["backward"],
-        again_seconds=own.by_pass["again"],
+        again_seconds=own.by_pass["again"] + own.by_pass["checkpoint"],
     )
 
 
@@ -145,7 +146,7 @@ class _Timed(NamedTuple):
 
     instruction: Compute | Relayout
     stage: int
-    place: Place
+    place: UserLine
     when: str
     seconds: float
     moving: float
@@ -173,8 +174,8 @@ class _Mesh:
         self.pieces = [x for x in chosen.pieces.pieces if homes[x.stage] == number]
         stages = sorted({piece.stage for piece in self.pieces})
         self.costs = {stage: chosen.planned[stage].costs(cluster) for stage in stages}
-        self._makers: dict[Atom, tuple[Place, str]] = {}
-        self._places: dict[int, tuple[Place, str]] = {}  # of equations, by their ids
+        self._makers: dict[Atom, tuple[UserLine, str]] = {}
+        self._places: dict[int, tuple[UserLine, str]] = {}  # of equations, by their ids
         for stage in stages:
             self._note(chosen.pieces.programs[stage].block, "")
         self._readers: dict[int, tuple[Block, Mapping[ShardedValue, Readers]]] = {}
@@ -191,12 +192,12 @@ class _Mesh:
                 key = piece.stage, id(x.instruction)
                 own[key] = x.instruction
                 place, when = self._place(x)
-                if key in seen and isinstance(x.instruction, Compute) and when != "backward":
+                if key in seen and isinstance(x.instruction, Compute) and when in ("", "forward"):
                     when = "again"
                 yield _Timed(x.instruction, piece.stage, place, when, x.seconds, x.moving_seconds)
             seen |= own
 
-    def _place(self, x: InstructionTime) -> tuple[Place, str]:
+    def _place(self, x: InstructionTime) -> tuple[UserLine, str]:
         """The line to which an instruction belongs, and the pass of the step."""
         if isinstance(x.instruction, Compute):
             return self._of_equation(x.instruction.eqn, x.stack)
@@ -206,7 +207,7 @@ class _Mesh:
         reader = self._reader(x.block, x.instruction.target, x.stack)
         return (place, when) if reader is None else reader
 
-    def _of_equation(self, eqn: JaxprEqn, stack: str) -> tuple[Place, str]:
+    def _of_equation(self, eqn: JaxprEqn, stack: str) -> tuple[UserLine, str]:
         """Of an equation that no line of the user's made: where its operands were made."""
         known = self._places.get(id(eqn))
         if known is None:
@@ -230,7 +231,7 @@ class _Mesh:
                     known[result] = self._makers.get(_key(inner.atom), known[result])
             self._makers.update((_key(v.atom), made) for v, made in known.items())
 
-    def _reader(self, block: Block, value: ShardedValue, stack: str) -> tuple[Place, str] | None:
+    def _reader(self, block: Block, value: ShardedValue, stack: str) -> tuple[UserLine, str] | None:
         """The first line that reads a value."""
         if id(block) not in self._readers:
             self._readers[id(block)] = block, readers_of(block)
@@ -252,21 +253,21 @@ class _Mesh:
         return None
 
 
-_NOWHERE = Place(), ""
+_NOWHERE = UserLine(), ""
 _pass = cache(pass_of)
 
 
-def place_of(eqn: JaxprEqn) -> Place:
+def place_of(eqn: JaxprEqn) -> UserLine:
     """The user's line that made an equation."""
     frame = jax_compat.user_frame(eqn)
-    return Place() if frame is None else _short(frame)
+    return UserLine() if frame is None else _short(frame)
 
 
 @cache
-def _short(frame: tuple[str, int, str]) -> Place:
+def _short(frame: tuple[str, int, str]) -> UserLine:
     """A plan must not depend on where files lie; what a function is local to says little."""
     file, line, function = frame
-    return Place(os.path.basename(file), line, function.rpartition("<locals>.")[2])
+    return UserLine(os.path.basename(file), line, function.rpartition("<locals>.")[2])
 
 
 def _key(atom: Atom) -> Atom | None:
@@ -285,7 +286,7 @@ def _attention(
     The plan's seconds are those of instructions times the `scale`.
     """
     kernel = partial(_kernel, cluster.device.name)
-    found: dict[Place, list[WrittenSoftmax]] = defaultdict(list)
+    found: dict[UserLine, list[WrittenSoftmax]] = defaultdict(list)
     for softmax in written_attention(chosen.split.graph.jaxpr):
         if kernel(softmax) and softmax.exponentials is not None:
             found[place_of(softmax.exponentials)].append(softmax)

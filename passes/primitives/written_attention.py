@@ -75,14 +75,14 @@ class WrittenSoftmax:
 
 def written_attention(jaxpr: Jaxpr) -> Iterator[WrittenSoftmax]:
     """All of a program, also inside of control flow, in order; not what is computed again."""
-    yield from _Scope().found(jaxpr)
+    yield from _SoftmaxScope().found(jaxpr)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in CONTROL_FLOW:
             for body in inner_jaxprs(eqn):
                 yield from written_attention(body)
 
 
-class _Scope:
+class _SoftmaxScope:
     """What is known of the values of one scope: of which softmax they are, and what of it.
 
     They are "scores", the "largest" of a row, scores that are "shifted" by that, "weights"
