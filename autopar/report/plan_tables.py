@@ -79,7 +79,8 @@ class _Tables:
         yield self.tensors("Inputs", self.plan.inputs)
         if results := summaries.results_of(self.plan):
             yield self.tensors("Results", results)
-        yield self.lines()
+        if self.plan.lines is not None:
+            yield self.lines()
         yield self.collectives()
         if flags := run_flags(self.plan):
             yield self.flags(flags)

@@ -265,9 +265,18 @@ def place_of(eqn: JaxprEqn) -> UserLine:
 
 @cache
 def _short(frame: tuple[str, int, str]) -> UserLine:
-    """A plan must not depend on where files lie; what a function is local to says little."""
+    """The line without the folders of its file: a plan must not depend on where files lie.
+
+    Of a local function the name alone, and of a comprehension (which some versions of Python call
+    a function) or of a lambda that of the function around it.
+
+    >>> _short(("/home/me/train.py", 12, "make.<locals>.step.<locals>.<genexpr>"))
+    UserLine(file='train.py', line=12, function='step')
+    """
     file, line, function = frame
-    return UserLine(os.path.basename(file), line, function.rpartition("<locals>.")[2])
+    outer, *names = function.split(".<locals>.")
+    named = [name for name in names if not name.startswith("<")]
+    return UserLine(os.path.basename(file), line, named[-1] if named else outer)
 
 
 def _key(atom: Atom) -> Atom | None:
