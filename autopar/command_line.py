@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -57,6 +58,14 @@ def show_json(plain: Any) -> None:
     """Prints for programs."""
     json.dump(plain, sys.stdout, indent=2)
     sys.stdout.write("\n")
+
+
+def show_record(found: Any, as_json: bool) -> None:
+    """Prints a dataclass that Rich can show, for programs or for people."""
+    if as_json:
+        show_json(dataclasses.asdict(found))
+    else:
+        show(found)
 
 
 def note(text: str) -> None:

@@ -37,6 +37,7 @@ from autopar.command_line import (
     read_value,
     show,
     show_json,
+    show_record,
 )
 from autopar.device_commands import AsJson, calibrate, doctor, preset_names, presets
 from autopar.plans.plan import Plan
@@ -226,6 +227,7 @@ def verify(
 def show_plan(
     file: PlanFile,
     brief: Annotated[bool, typer.Option("--brief", "-b", help="Without tensors.")] = False,
+    by_line: Annotated[bool, typer.Option("--by-line", "-l", help="Where time goes.")] = False,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw it: plan.png, plan.svg, plan.pdf.")
     ] = None,
@@ -240,7 +242,9 @@ def show_plan(
 
         save_plot(made, picture)
         note(f"Drawn: {picture}")
-    if as_json:
+    if by_line:
+        show_record(made.hot_lines, as_json)
+    elif as_json:
         show_json(_summary(made))
     elif picture is None:
         show(summary_tables(made) if brief else plan_tables(made))
@@ -256,11 +260,7 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Why something is laid out as it is, and what else it could be."""
-    found = Plan.load(file).explain(name)
-    if as_json:
-        show_json(dataclasses.asdict(found))
-    else:
-        show(found)
+    show_record(Plan.load(file).explain(name), as_json)
 
 
 @app.command()

@@ -85,6 +85,16 @@ def test_a_plan_is_what_the_library_plans(folder: Path) -> None:
     assert answer("show", f"{folder}/two.json")["step_seconds"] == saved.estimates.step_seconds
 
 
+def test_where_the_time_goes_is_shown_by_line(folder: Path) -> None:
+    plan = autopar.Plan.load(folder / "one.json")
+    longest = plan.hot_lines.lines[0]
+    assert longest.source.startswith("small_train.py:")
+    assert longest.source in run("show", f"{folder}/one.json", "--by-line").stdout
+    told = answer("show", f"{folder}/one.json", "--by-line")
+    assert told["lines"][0]["source"] == longest.source
+    assert told["step_seconds"] == plan.estimates.step_seconds
+
+
 def test_it_says_for_which_devices_it_plans_where_none_are_named(folder: Path) -> None:
     """On standard error: the table, and the answer for programs, have them as well."""
     step = f"{folder}/small_train.py"
@@ -108,6 +118,7 @@ def test_everything_fits_the_terminal(folder: Path, columns: int) -> None:
     for arguments in (
         ("show", one),
         ("show", two),
+        ("show", two, "--by-line"),
         ("explain", two, "hidden"),
         ("simulate", two),
         ("presets",),

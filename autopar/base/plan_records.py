@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from autopar.base.confirmation import Confirmation
 from autopar.base.displayed import Displayed
 from autopar.base.errors import PlanMismatchError
+from autopar.base.line_times import StepLines
 from autopar.base.missing_files import missing_plan
 from autopar.base.new_files import place_for
 from autopar.base.records import Record, differences, dump_json
@@ -356,6 +357,7 @@ class PlanRecord(Displayed, Record):
       host: what of the state lies in the hosts' memory.
       row_sorts: what became of rows that are sorted by expert.
       confirmed: what the compiler of `confirm=` made of it; None: none was asked.
+      lines: where the time of a step goes; None in files that older versions wrote.
     """
 
     autopar_version: str
@@ -383,6 +385,7 @@ class PlanRecord(Displayed, Record):
     host: InHostMemory | None = None
     row_sorts: tuple[RowSort, ...] = ()
     confirmed: Confirmation | None = None
+    lines: StepLines | None = None
     format_version: int = FORMAT_VERSION
 
     page: ClassVar = ("plan_page", "plan_page")

@@ -243,6 +243,8 @@ def _by_name(items: list[Any]) -> dict[str, Any] | None:
         parts = [item[key] for key in ("kind", "purpose", "path", "node") if item.get(key)]
         if "chosen" in item:  # a candidate
             parts = [item["method"], item["logical_mesh"], item["num_microbatches"], item["note"]]
+        elif "again_seconds" in item:  # a line of the user's code
+            parts = [item["source"] or "others", item["function"]]
         elif isinstance(item.get("layers"), (list, tuple)):  # a stage of a plan
             parts = ["layers", *item["layers"]]
         name = " ".join(map(str, parts))

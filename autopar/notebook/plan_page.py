@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from autopar.base.plan_records import PlanRecord, TensorPlan
 from autopar.base.row_sorts import told
 from autopar.base.units import format_bytes, format_count, format_flops, format_mesh, format_seconds
+from autopar.notebook.line_page import line_part
 from autopar.notebook.page import (
     Cell,
     attribute,
@@ -27,6 +28,7 @@ from autopar.notebook.page import (
 )
 from autopar.notebook.timeline_svg import timeline_rows
 from autopar.report import drawn_steps, summaries
+from autopar.report.hot_lines import hot_lines
 from autopar.report.palette import APART, APART_PARTS, IDLE
 from autopar.report.path_folding import fold_paths, short_path
 from autopar.report.reasons import partition_spec, reasons_of_leaves
@@ -62,6 +64,7 @@ def plan_parts(plan: PlanRecord) -> list[str]:
     if plan.is_pipeline:
         parts += ["<h4>A step, simulated</h4>", _timeline(plan)]
     parts += ["<h4>Memory of a device</h4>", memory_rows(plan)]
+    parts.append(line_part(hot_lines(plan)))
     parts.append(_tensors(plan))
     parts.append(_communication(plan))
     if plan.pipeline.transfers:

@@ -24,6 +24,7 @@ from autopar.passes.pipeline.what_if import Simulation, what_if
 
 if TYPE_CHECKING:
     from autopar.report.explanation import Explanation
+    from autopar.report.hot_lines import HotLines
     from autopar.report.throughput import Throughput
     from autopar.report.verification_report import Verification
 
@@ -169,6 +170,20 @@ class Plan(PlanRecord):
         from autopar.report.throughput import throughput
 
         return throughput(self)
+
+    @property
+    def hot_lines(self) -> HotLines:
+        """Where the time of a step goes, by line of your code, and what would make it shorter.
+
+        A `HotLines`, which prints: of every line the seconds that the cost model expects, of
+        products, of memory's traffic and of communication, in the forward pass, the backward pass,
+        and computed again. All lines together take what the plan expects that a device of the mesh
+        that has most to do computes and communicates in a step. Its `advice` says what the step
+        does that need not be.
+        """
+        from autopar.report.hot_lines import hot_lines
+
+        return hot_lines(self)
 
     @property
     def flags(self) -> tuple[RunFlag, ...]:

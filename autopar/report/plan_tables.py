@@ -15,6 +15,7 @@ from autopar.base.row_sorts import told
 from autopar.base.run_flags import RunFlag, run_flags
 from autopar.base.units import format_bytes, format_flops, format_seconds
 from autopar.report import drawn_steps, summaries
+from autopar.report.hot_lines import KINDS, MOST_IN_PLAN, advice_list, hot_lines, line_table
 from autopar.report.path_folding import relative_path
 from autopar.report.rich_parts import PathText, add_row, as_text, captioned, new_table
 from autopar.report.stage_notes import describe_casts, describe_recomputed
@@ -48,9 +49,11 @@ def plan_tables(plan: PlanRecord) -> RenderableType:
 
 
 def summary_tables(plan: PlanRecord) -> RenderableType:
-    """The summary of a plan, and its stages where it has several."""
+    """The summary of a plan, its stages where it has several, and what would be quicker."""
     tables = _Tables(plan)
-    return Group(tables.summary(), *([tables.stages()] if tables.staged else []))
+    advice = hot_lines(plan).advice
+    below = [advice_list(advice)] if advice else []
+    return Group(tables.summary(), *([tables.stages()] if tables.staged else []), *below)
 
 
 class _Tables:
@@ -76,6 +79,8 @@ class _Tables:
         yield self.tensors("Inputs", self.plan.inputs)
         if results := summaries.results_of(self.plan):
             yield self.tensors("Results", results)
+        if self.plan.lines is not None:
+            yield self.lines()
         yield self.collectives()
         if flags := run_flags(self.plan):
             yield self.flags(flags)
@@ -247,6 +252,12 @@ class _Tables:
         size = sum(tensor.bytes for tensor in tensors)
         per_device = summaries.most_bytes_per_device(tensors, self.meshes)
         return str(len(tensors)), format_bytes(size), format_bytes(per_device)
+
+    def lines(self) -> RenderableType:
+        """The lines that take longest, and what follows from that."""
+        found = hot_lines(self.plan)
+        table = line_table(found, columns=KINDS, most=MOST_IN_PLAN)
+        return Group(table, *([advice_list(found.advice), ""] if found.advice else []))
 
     def collectives(self) -> RenderableType:
         groups = summaries.group_collectives(self.plan.stages)

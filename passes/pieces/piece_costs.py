@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
 
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import CONTROL_FLOW, PRODUCTS
@@ -14,9 +16,10 @@ from autopar.passes.pieces.pieces import Pieces, StagePiece
 from autopar.passes.pieces.taking_over import fresh_outputs
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.batch_dims import BatchDims
-from autopar.passes.sharding.layout import num_parts
+from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.peak_memory import temporary_bytes as block_temporaries
 from autopar.passes.sharding.pricing import Pricing
+from autopar.passes.sharding.reshard import COLLECTIVES, HOST_COPIES
 from autopar.passes.sharding.scopes import aval_shape
 from autopar.passes.sharding.spmd_program import (
     Block,
@@ -29,6 +32,19 @@ from autopar.passes.sharding.spmd_program import (
     SpmdProgram,
     is_literal,
 )
+
+
+class InstructionTime(NamedTuple):
+    """What a step's runs of an instruction take: all of it, and of that what devices exchange.
+
+    It stands in a `block`; the `stack` is the name stack of the loops around it.
+    """
+
+    instruction: Compute | Relayout
+    block: Block
+    stack: str
+    seconds: float
+    moving_seconds: float
 
 
 class PieceCosts:
@@ -53,24 +69,56 @@ class PieceCosts:
                 hidden += self.pricing.cluster.overlap * each
         return seconds - min(hidden, computing)
 
-    def by_kind(self, block: Block) -> dict[str, float]:
-        """Seconds of one run of a block: "products", "collectives", and the "rest"."""
-        total = dict.fromkeys(("products", "collectives", "rest"), 0.0)
+    def each(self, block: Block, times: int = 1, stack: str = "") -> Iterator[InstructionTime]:
+        """What the instructions of a block take if it runs so many times.
+
+        Those of loops take all trips; of branches those of the one that takes longest do.
+
+        Args:
+          block: the block.
+          times: how often it runs.
+          stack: the name stack of the loops around it.
+        """
         for instruction in block.instructions:
             if isinstance(instruction, Loop):
                 length: int = instruction.eqn.params["length"]
-                own = {k: length * x for k, x in self.by_kind(instruction.body).items()}
+                inner = inside(stack, instruction.eqn)
+                yield from self.each(instruction.body, times * length, inner)
             elif isinstance(instruction, Branch):
-                branches = map(self.by_kind, instruction.blocks)
-                own = max(branches, key=lambda x: sum(x.values()))
-            elif isinstance(instruction, Relayout):
-                own = {"collectives": self._instruction(instruction)}
+                longest = max(instruction.blocks, key=self.seconds)
+                yield from self.each(longest, times, inside(stack, instruction.eqn))
             else:
-                is_product = instruction.eqn.primitive.name in PRODUCTS
-                own = {"products" if is_product else "rest": self._instruction(instruction)}
-            for kind, seconds in own.items():
-                total[kind] += seconds
+                taken = self._instruction(instruction), self._moving(instruction)
+                yield InstructionTime(instruction, block, stack, *(times * x for x in taken))
+
+    def by_kind(self, block: Block) -> dict[str, float]:
+        """Seconds of one run of a block: "products", "collectives", and the "rest"."""
+        total = dict.fromkeys(("products", "collectives", "rest"), 0.0)
+        for x in self.each(block):
+            if isinstance(x.instruction, Relayout):
+                total["collectives"] += x.seconds
+            else:
+                is_product = x.instruction.eqn.primitive.name in PRODUCTS
+                total["products" if is_product else "rest"] += x.seconds
         return total
+
+    def _moving(self, instruction: Compute | Relayout) -> float:
+        """Of an instruction, what devices exchange with each other and with their hosts."""
+        if isinstance(instruction, Compute):
+            return sum(self.pricing.exchange(instruction.eqn, *instruction.layouts))
+        total = 0.0
+        for step, _, size in instruction.moves():
+            if step.kind in (*COLLECTIVES, *HOST_COPIES):  # the rest is a device's own work
+                alpha, beta = self.pricing.step(step)
+                total += alpha + beta * size
+        return total
+
+    def memory_share(self, instruction: Compute) -> float:
+        """Of what an equation takes, the share in which it does nothing but move memory."""
+        eqn = instruction.eqn
+        whole = self.pricing.compute(eqn, self.rules[eqn], self._row_parts(instruction))
+        computing = self.pricing.arithmetic(eqn, self.rules[eqn])
+        return 1 - min(computing / whole, 1.0) if whole else 0.0
 
     def rowless_seconds(self, block: Block, dims: BatchDims) -> float:
         """The part of a block's seconds that is as long with fewer rows of the batch.
@@ -125,8 +173,7 @@ class PieceCosts:
 
     def _division(self, instruction: Compute) -> int:
         versions = (*instruction.operands, *instruction.results)
-        axes = {axis for version in versions for axis in version.layout.used}
-        return num_parts(axes, self.pricing.mesh)
+        return _parts(frozenset(version.layout for version in versions), self.pricing.mesh)
 
     def _instruction(self, instruction: Instruction) -> float:
         if isinstance(instruction, Relayout):
@@ -149,6 +196,17 @@ class PieceCosts:
             length: int = instruction.eqn.params["length"]
             return length * self.seconds(instruction.body)
         return max(self.seconds(inner) for inner in instruction.blocks)
+
+
+@lru_cache(4096)  # layers have the same layouts
+def _parts(layouts: frozenset[Layout], mesh: tuple[int, ...]) -> int:
+    """In how many parts the work is divided of what lies so."""
+    return num_parts({axis for layout in layouts for axis in layout.used}, mesh)
+
+
+def inside(stack: str, eqn: JaxprEqn) -> str:
+    """The name stack of what is inside of control flow."""
+    return "/".join(filter(None, (stack, str(eqn.source_info.name_stack))))
 
 
 def inner_bytes(pieces: Pieces, peaks: Sequence[int]) -> dict[str, int]:

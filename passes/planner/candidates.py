@@ -26,6 +26,7 @@ from autopar.passes.pipeline.forecast import StepCosts, forecast
 from autopar.passes.pipeline.parts import PipelineParts
 from autopar.passes.pipeline.timeline import Forecast
 from autopar.passes.pipeline.transfer_times import transfer_times
+from autopar.passes.pipeline.validate import LOOP_KINDS
 from autopar.passes.planner.alike_stages import (
     first_alike,
     taken_over,
@@ -124,6 +125,10 @@ class PlannedStep:
         """Whether every device, and every host, can hold what it has at its worst moment."""
         there = not self.host_limit or self.host_bytes <= self.host_limit
         return there and max(self.peak_bytes) <= self.limit
+
+    def times(self, kind: str) -> int:
+        """How often a step runs a piece of some kind."""
+        return self.schedule.num_microbatches if kind in LOOP_KINDS else 1
 
     @property
     def runnable(self) -> Runnable:

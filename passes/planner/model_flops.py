@@ -8,13 +8,11 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from autopar.passes.graph.graph import inner_jaxprs
+from autopar.passes.graph.name_stacks import REMATERIALIZED
 from autopar.passes.graph.primitives import KERNELS, PRODUCTS
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.flops import flops
 from autopar.passes.sharding.scopes import dtype_bytes
-
-REMATERIALIZED = "rematted_computation"
-"""What `jax.checkpoint` calls the forward pass that it computes again, in name stacks."""
 
 
 def model_flops(jaxpr: Jaxpr, rules: Rules) -> Counter[str]:

@@ -31,7 +31,6 @@ from autopar.passes.graph.first_readers import first_readers
 from autopar.passes.graph.graph import Graph, batch_sizes, inner_jaxprs
 from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.pieces.pieces import Pieces
-from autopar.passes.pipeline.validate import LOOP_KINDS
 from autopar.passes.planner.candidates import (
     PlannedStep,
 )
@@ -41,6 +40,7 @@ from autopar.passes.planner.plan_model import step_model
 from autopar.passes.planner.planned_stage import PlannedStage
 from autopar.passes.planner.rewritings import AS_WRITTEN
 from autopar.passes.planner.runners_up import runners_up, seconds_per_gib
+from autopar.passes.planner.step_lines import step_lines
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.flops import flops
 from autopar.passes.sharding.collectives import collectives_of, short_source
@@ -77,7 +77,8 @@ def write_plan(
     )
     stages = _stages(chosen, cluster)
     pipeline = _pipeline(chosen, cluster)
-    compute, communication = _busiest(chosen, pipeline)
+    busiest = chosen.forecast.busy.index(max(chosen.forecast.busy))
+    compute, communication = _busy(chosen, pipeline, busiest)
     cost = sum(p.solution.cost for p in planned)
     bound = sum(p.solution.lower_bound for p in planned)
 
@@ -123,20 +124,20 @@ def write_plan(
         ),
         candidates=tuple(_candidate(c, c is chosen, options) for c in candidates),
         pipeline=pipeline,
+        lines=step_lines(chosen, busiest, cluster, compute, communication),
     )
     return dataclasses.replace(made, written=digests(made))
 
 
-def _busiest(chosen: PlannedStep, pipeline: PipelinePlan) -> tuple[float, float]:
-    """What the mesh that has most to do computes and moves in a step, in seconds.
+def _busy(chosen: PlannedStep, pipeline: PipelinePlan, mesh: int) -> tuple[float, float]:
+    """What a mesh computes and moves in a step, in seconds.
 
     Both are parts of the simulated step, whose rest that mesh waits.
     """
     busy, homes = chosen.forecast.busy, chosen.schedule.mesh_of_stage
-    mesh = busy.index(max(busy))
     pieces = pipeline.model.pieces if pipeline.model else ()
     here = (piece for piece in pieces if homes[piece.stage] == mesh)
-    compute = sum(_times(chosen, piece.when) * piece.compute_seconds for piece in here)
+    compute = sum(chosen.times(piece.when) * piece.compute_seconds for piece in here)
     return min(compute, busy[mesh]), max(busy[mesh] - compute, 0.0)
 
 
@@ -307,7 +308,7 @@ def _collectives(chosen: PlannedStep, stage: int, cluster: Cluster) -> tuple[Col
     """What the pieces of a stage run in a step, with the seconds that it is expected to take."""
     program = chosen.pieces.programs[stage]
     runs = [
-        (piece.block, _times(chosen, piece.kind), piece.kind if chosen.is_pipeline else "")
+        (piece.block, chosen.times(piece.kind), piece.kind if chosen.is_pipeline else "")
         for piece in chosen.pieces.pieces
         if piece.stage == stage
     ]
@@ -318,11 +319,6 @@ def _collectives(chosen: PlannedStep, stage: int, cluster: Cluster) -> tuple[Col
 
     listed = collectives_of(program, runs)
     return tuple(dataclasses.replace(item, seconds=seconds(item)) for item in listed)
-
-
-def _times(chosen: PlannedStep, kind: str) -> int:
-    """How often a step runs a piece of some kind."""
-    return chosen.schedule.num_microbatches if kind in LOOP_KINDS else 1
 
 
 def total_flops(jaxpr: Jaxpr, rules: Rules, times: int = 1) -> int:

@@ -22,6 +22,7 @@ from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, variables
 from autopar.passes.graph.host_values import put_away
 from autopar.passes.graph.microbatched import Microbatched, Task
+from autopar.passes.graph.name_stacks import marked_again
 from autopar.passes.recompute.choice import KeptChoice, KeptValues
 
 
@@ -181,7 +182,7 @@ class _Rewriting:
                 v if isinstance(v, DropVar) else jax_compat.new_var(v.aval) for v in eqn.outvars
             ]
             self.fresh.update(((layer, v), new) for v, new in zip(eqn.outvars, made, strict=True))
-            self.out.append(eqn.replace(invars=[_read(env, a) for a in eqn.invars], outvars=made))
+            self.out.append(marked_again(eqn, [_read(env, a) for a in eqn.invars], made))
         return self.fresh[layer, var]
 
 

@@ -32,6 +32,7 @@ from autopar.passes.graph.graph import (
 )
 from autopar.passes.graph.jumps import compared, is_jump, is_real
 from autopar.passes.graph.microbatched import Carried, LoopPhase, scan_like, stacked
+from autopar.passes.graph.name_stacks import marked_again
 from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.slicing.anatomy import bytes_of
@@ -266,7 +267,7 @@ class _Reading:
                 v if isinstance(v, DropVar) else jax_compat.new_var(v.aval) for v in eqn.outvars
             ]
             operands = [read_atom(self.known, atom) for atom in eqn.invars]
-            self.out.append(eqn.replace(invars=operands, outvars=made))
+            self.out.append(marked_again(eqn, operands, made))
             self.known.update(zip(eqn.outvars, made, strict=True))
         return self.known[wanted]
 

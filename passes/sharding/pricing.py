@@ -150,6 +150,10 @@ class Pricing:
             self._compute[key] = self._compute_seconds(eqn, rule, moved, row_parts)
         return self._compute[key]
 
+    def arithmetic(self, eqn: JaxprEqn, rule: FactorRule) -> float:
+        """Of `compute`, what it would take if memory took no time."""
+        return self._compute_seconds(eqn, rule, 0.0, 1)
+
     def start(self, eqn: JaxprEqn, row_parts: int = 1) -> float:
         """Seconds of starting an equation's kernel, however its work is divided."""
         kernels = self._traffic_of(eqn).kernels

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,13 +23,13 @@ from autopar.base.errors import OptionError
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import Atom, Graph, variables
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched
+from autopar.passes.graph.name_stacks import is_transposed
 from autopar.passes.graph.primitives import ELEMENTWISE, HEAVY, RESHAPES
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.flops import total_flops
 
 # Each result element from one element of every operand.
 _PLAIN = ELEMENTWISE | RESHAPES
-_TRANSPOSED = re.compile(r"(^|[/(])transpose\(")
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ def _backward(loop: LoopPhase, free: frozenset[Var]) -> frozenset[int]:
         operands, is_free = variables(eqn.invars), free.issuperset(eqn.outvars) and not eqn.effects
         if is_free or not carries.isdisjoint(operands):
             continue
-        transposed = _TRANSPOSED.search(str(eqn.source_info.name_stack)) or late & {*operands}
+        transposed = is_transposed(eqn) or late & {*operands}
         if loop.tasks[index] != "F" if loop.tasks else transposed:
             found.add(index)
             late.update(eqn.outvars)

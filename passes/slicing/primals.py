@@ -18,7 +18,9 @@ from autopar.passes.graph.graph import Atom, variables
 from autopar.passes.graph.primitives import HEAVY
 from autopar.passes.slicing.anatomy import Anatomy
 
-_WRAPPER = re.compile(r"(transpose|jvp|vmap|checkpoint|rematted_computation|remat)\(?|\)")
+_WRAPPER = re.compile(
+    r"(transpose|jvp|vmap|checkpoint|(autopar_)?rematted_computation|remat)\(?|\)"
+)
 
 
 def find_primals(parts: Anatomy) -> dict[int, int]:

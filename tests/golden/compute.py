@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -101,7 +102,17 @@ def _estimates(plan: autopar.Plan) -> Estimates:
         "step_seconds": plan.estimates.step_seconds,
         "peak_bytes": plan.estimates.peak_bytes_per_device,
         "flops": plan.estimates.flops,
+        "longest_line_seconds": _longest_line(plan),
     }
     if plan.solver is not None:
         found["solver_cost"] = plan.solver.cost
     return {name: float(f"{value:.4g}") for name, value in found.items()}
+
+
+def _longest_line(plan: autopar.Plan) -> float:
+    """Seconds of the line that takes longest, of lines that together take what the plan expects."""
+    estimates, lines = plan.estimates, plan.hot_lines.lines
+    expected = estimates.compute_seconds + estimates.communication_seconds
+    together = sum(line.seconds for line in lines)
+    assert math.isclose(together, expected, rel_tol=1e-9), f"{together} s of {expected}"
+    return max((line.seconds for line in lines if line.source), default=0.0)
