@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 from autopar.base.records import Record
@@ -57,6 +59,11 @@ class LineTime(Record):
             if field.name.endswith("_seconds") or field.name == "lines"
         }
         return LineTime("", "", (), **numbers)
+
+
+def together(lines: Sequence[LineTime]) -> LineTime:
+    """Lines as one; a line alone stays what it is."""
+    return functools.reduce(LineTime.plus, lines)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.base.displayed import Displayed
-from autopar.base.line_times import MOST_LINES, LineTime, StepLines
+from autopar.base.line_times import MOST_LINES, LineTime, StepLines, together
 from autopar.base.plan_records import PlanRecord
 from autopar.base.units import format_bytes, format_seconds
 from autopar.report.rich_parts import add_row, as_text, captioned, new_table
@@ -169,12 +169,7 @@ def first_lines(found: HotLines, most: int) -> Sequence[LineTime]:
     """So many lines, and all others as one, but for what is too little to be told."""
     lines = [line for line in found.lines if found.share(line) >= _SHOWN]
     first, rest = lines[:most], lines[most:]
-    if len(rest) < 2:
-        return lines
-    total = rest[0]
-    for line in rest[1:]:
-        total = total.plus(line)
-    return [*first, total]
+    return [*first, together(rest)] if rest else first
 
 
 def line_name(line: LineTime) -> str:

@@ -18,7 +18,14 @@ from jax.extend.core import JaxprEqn, Literal
 
 from autopar.base.cluster import Cluster
 from autopar.base.hardware import known_capability
-from autopar.base.line_times import LEAST_SHARE, MOST_LINES, LineTime, StepLines, WrittenAttention
+from autopar.base.line_times import (
+    LEAST_SHARE,
+    MOST_LINES,
+    LineTime,
+    StepLines,
+    WrittenAttention,
+    together,
+)
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, variables
 from autopar.passes.graph.name_stacks import pass_of
@@ -118,12 +125,7 @@ def _longest(known: Mapping[UserLine, _Times]) -> tuple[LineTime, ...]:
     least = LEAST_SHARE * sum(x.seconds for x in lines)
     told = [x for x in lines[:MOST_LINES] if x.source and x.seconds > least]
     others = [x for x in lines[len(told) :] if x.seconds > 0]
-    if not others:
-        return tuple(told)
-    rest = others[0].plus(others[1]) if len(others) > 1 else others[0]
-    for other in others[2:]:
-        rest = rest.plus(other)
-    return (*told, rest)
+    return (*told, together(others)) if others else tuple(told)
 
 
 def _line(place: UserLine, own: _Times) -> LineTime:
