@@ -177,8 +177,9 @@ def _refused(
         for x in tries
     )
     hint = "use more devices, a smaller batch, remat='override' or offload='auto'."
-    # What was tried within less memory, or with more of it, says nothing of this limit.
-    changes = [x for x in (refusal.would_fit if refusal else ()) if "memory_limit" not in x]
+    # What was found for another limit, or with more memory, says nothing of this one.
+    said = refusal.would_fit if refusal else ()
+    changes = [x for x in said if not x.startswith(("memory_limit=", "devices of "))]
     if changes:
         hint = f"would fit by autopar's estimate: {'; or '.join(changes)}."
     return MemoryLimitError(
