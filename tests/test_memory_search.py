@@ -23,6 +23,7 @@ from autopar.passes.planner.least_memory import LeastMemory
 from autopar.passes.planner.mesh_choice import plan_mesh
 from autopar.passes.planner.planned_stage import PlannedStage
 from autopar.passes.sharding.compiler_rules import GPU, RULES
+from autopar.passes.solver import TooDear
 from autopar.passes.trace.trace import trace
 
 pytestmark = pytest.mark.usefixtures("no_remedies")
@@ -264,14 +265,36 @@ def test_what_misses_by_far_is_not_solved_within_the_limit(
     solved: list[int] = []
     real = stage_shardings.MeshSearch.tightened
 
-    def tightened(self: Any, plan: PlannedStage, tries: int | None = None) -> PlannedStage:
+    def tightened(self: Any, plan: PlannedStage, *more: Any) -> PlannedStage:
         solved.append(self.split.num_microbatches)
-        return real(self, plan, tries)
+        return real(self, plan, *more)
 
     monkeypatch.setattr(stage_shardings.MeshSearch, "tightened", tightened)
     plan = planned("scanned", 24_000, rows=1024, method="zero3")
     assert plan.estimates.peak_bytes_per_device <= 24_000
     assert plan.num_microbatches == 8 and not {1, 2} & {*solved}
+
+
+def test_what_surely_takes_longer_within_the_limit_is_not_solved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what is quicker is: the plan is the quickest of all that fit, on any mesh."""
+    ended, quicker = list[float](), list[bool]()
+    real = stage_shardings.MeshSearch.tightened
+
+    def tightened(self: Any, plan: PlannedStage, tries: Any, at_most: float) -> PlannedStage:
+        try:
+            return real(self, plan, tries, at_most)
+        except TooDear:
+            own = real(self, plan, tries)
+            ended.append(at_most)
+            quicker.append(own.fits and own.step_seconds < at_most)
+            raise
+
+    monkeypatch.setattr(stage_shardings.MeshSearch, "tightened", tightened)
+    for limit in (900, 1500):
+        planned("perceptron", limit, ROWS // 2, microbatches=4)
+    assert ended and not any(quicker)
 
 
 def test_what_cannot_fit_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
