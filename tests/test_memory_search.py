@@ -23,6 +23,7 @@ from autopar.passes.planner.least_memory import LeastMemory
 from autopar.passes.planner.mesh_choice import plan_mesh
 from autopar.passes.planner.planned_stage import PlannedStage
 from autopar.passes.sharding.compiler_rules import GPU, RULES
+from autopar.passes.solver import TooDear
 from autopar.passes.trace.trace import trace
 
 pytestmark = pytest.mark.usefixtures("no_remedies")
@@ -264,14 +265,31 @@ def test_what_misses_by_far_is_not_solved_within_the_limit(
     solved: list[int] = []
     real = stage_shardings.MeshSearch.tightened
 
-    def tightened(self: Any, plan: PlannedStage, tries: int | None = None) -> PlannedStage:
+    def tightened(self: Any, plan: PlannedStage, *more: Any) -> PlannedStage:
         solved.append(self.split.num_microbatches)
-        return real(self, plan, tries)
+        return real(self, plan, *more)
 
     monkeypatch.setattr(stage_shardings.MeshSearch, "tightened", tightened)
     plan = planned("scanned", 24_000, rows=1024, method="zero3")
     assert plan.estimates.peak_bytes_per_device <= 24_000
     assert plan.num_microbatches == 8 and not {1, 2} & {*solved}
+
+
+def test_what_surely_takes_longer_within_the_limit_is_not_solved() -> None:
+    """And what takes no longer is found as without."""
+    step, state = STEPS["perceptron"]
+    graph = trace(step, (state, jnp.ones((ROWS, WIDTH)))).graph
+    options = Options(memory_limit=5000)
+    split = layout_search.LayoutSearch.of(graph, options, CLUSTER, print).split(1)
+    search = stage_shardings.MeshSearch.of(split, (8,), options, CLUSTER, None, None)
+    free = search.free()
+    within = search.tightened(free)
+    assert not free.fits and within.fits and within.step_seconds > free.step_seconds
+    for most in (within.step_seconds * 1.001, within.step_seconds * 1.5):
+        same = search.tightened(free, None, most)
+        assert same.fits and same.solution.assignment == within.solution.assignment
+    with pytest.raises(TooDear):
+        search.tightened(free, None, free.step_seconds * 0.99)
 
 
 def test_what_cannot_fit_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

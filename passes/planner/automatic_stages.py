@@ -16,6 +16,7 @@ from autopar.passes.planner.layouts import StageLayout
 from autopar.passes.planner.more_microbatches import counts_of_stages, worth_trying
 from autopar.passes.planner.searched_step import SearchedStep
 from autopar.passes.planner.split_step import SplitStep
+from autopar.passes.planner.stage_bound import KnownElsewhere
 from autopar.passes.planner.stage_pricing import price_stages
 from autopar.passes.planner.stage_shardings import memory_limit_of
 from autopar.passes.planner.stages_within import (
@@ -97,9 +98,9 @@ class AutomaticStages:
                 except (InexactMicrobatchError, BatchArgumentError):
                     self.search.known.inexact.append(count - 1)
                     continue
-                search = price_stages(
-                    split, self.search.options, self.search.cluster, self.search.report
-                )
+                elsewhere = KnownElsewhere(self.search.best_seconds, tuple(self._stage_counts()))
+                asked = self.search.options, self.search.cluster, self.search.report
+                search = price_stages(split, *asked, elsewhere)
                 if search is None:
                     return None
                 first = search.within(self.limit)
@@ -125,12 +126,15 @@ class AutomaticStages:
         """
         counts, last = self._stage_counts(), None
         made, waiting, tried = list[PlannedStep](), list[PricedStages](), set[int]()
+        looked_at: tuple[int, list[int], float] | None = None
         promised = self.search.best_seconds
         while True:
             if last is not None:
                 left = [count for count in self._stage_counts() if count not in tried]
                 hoped = min([promised, *(each.promise for each in waiting)])
-                counts = worth_trying(last.search, left, self.limit, hoped)
+                known, looked_at = looked_at, (last.split.num_microbatches, left, hoped)
+                if looked_at != known:  # else there was none
+                    counts = worth_trying(last.search, left, self.limit, hoped)
             found = self._first_stages(counts)
             if found is not None:
                 last = found

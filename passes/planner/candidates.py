@@ -374,13 +374,11 @@ def sliced(
     split: SplitStep, boundaries: Boundaries, *, split_backward: bool
 ) -> tuple[SplitStep, Stages]:
     """A step in stages, with the step as it was cut for them."""
-    stages = slice_stages(
-        split.step,
-        split.rules,
-        boundaries,
-        split_backward=split_backward,
-        known=split.layers,
-    )
+    if split_backward:
+        asked = split.step, split.rules, boundaries
+        stages = slice_stages(*asked, split_backward=True, known=split.layers)
+    else:
+        stages = split.cut_at(boundaries)
     return replace(split, step=stages.whole, rules=stages.rules), stages
 
 

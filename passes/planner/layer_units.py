@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from autopar.base.errors import OptionError
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_costs import UnitCost, Way
-from autopar.passes.slicing.slice_stages import slice_stages
 from autopar.passes.slicing.stage_graphs import Stages
 
 MAX_UNITS = 64
@@ -83,7 +82,7 @@ def units_of(split: SplitStep, report: Callable[[str], None]) -> Stages | None:
     if len(starts) < 2:
         return None
     report(f"slicing into {len(starts)} layers")
-    return slice_stages(split.step, split.rules, starts[1:], known=split.layers)
+    return split.cut_at(tuple(starts[1:]))
 
 
 def typical(kinds: Sequence[Kind], kind: Kind) -> int:

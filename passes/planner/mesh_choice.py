@@ -30,6 +30,7 @@ from autopar.passes.primitives.populate import populate
 from autopar.passes.sharding.pins import pins_of
 from autopar.passes.sharding.strategy_graph import StrategyGraph
 from autopar.passes.slicing.stage_graphs import StageGraph
+from autopar.passes.solver import TooDear
 
 NEARLY = 1.05  # times the limit, what may need less where it is chosen to fit
 MESHES_TRIED = 2  # of those that do not fit, before more microbatches are
@@ -267,7 +268,9 @@ def plan_meshes(
     are not planned within the limit either. Nor are they planned at all where two need far too
     much, also chosen for their bytes; or one needs too much, where nothing was expected to fit and
     `others.only` are tried. Nor is a mesh planned within the limit on which plans chosen for their
-    bytes miss it by more than little, where more microbatches can be tried.
+    bytes miss it by more than little, where more microbatches can be tried. To plan within the
+    limit ends where the solver proves that a mesh takes longer than one that fits. The smallest
+    plan of all is looked for where nothing else fits: it is hardly smaller than those.
 
     Args:
       split: the whole step.
@@ -281,7 +284,7 @@ def plan_meshes(
     limit = memory_limit_of(options, cluster)
     searches, found = dict[int, MeshSearch](), dict[int, PlannedStage]()
     smaller = dict[int, list[PlannedStage]]()  # chosen for their bytes
-    failed, left, again = 0, [*range(len(meshes))], None
+    failed, left, last, again = 0, [*range(len(meshes))], list[int](), None
 
     def least(i: int) -> float:
         """What is known of the seconds on a mesh before it is planned (within the limit)."""
@@ -346,13 +349,16 @@ def plan_meshes(
         if hurries and failed == MESHES_TRIED:
             break
         missing = format_bytes(first.peak.bytes - limit)
-        if others.more_microbatches and not searches[i].is_large and not nearly(i):
+        if others.more_microbatches and not (fitting or searches[i].is_large or nearly(i)):
             report(f"{missing} a device are missing on {_shape(meshes[i])}: too much")
             found[i] = least_of(i)
             continue
         report(f"{missing} a device are missing on {_shape(meshes[i])}: solving within the limit")
         tries = 1 if may_wait and not hurries else None
-        near = searches[i].tightened(first, tries)
+        try:
+            near = searches[i].tightened(first, tries, min(fitting, default=math.inf))
+        except TooDear:
+            continue
         if tries and not near.fits:
             hurries = not small(i, 1)[0].fits  # then nothing fits, or hardly
             near = near if hurries else searches[i].tightened(near)
@@ -362,7 +368,7 @@ def plan_meshes(
             if any(x.fits for x in tried):
                 tried.append(searches[i].at_least_price(first))
             elif not hurries and not hopeless(i):
-                tried += searches[i].least(False)
+                last.append(i)
             if not any(x.fits for x in tried):
                 failed += 1
                 need = others.need.get(meshes[i], math.inf) if may_wait else math.inf
@@ -376,6 +382,12 @@ def plan_meshes(
             found[i] = replace(within.proven_by(first), unlimited=first)
             if within.fits:
                 fits(found[i])
+    for i in last:
+        if any(x.fits for x in found.values()):
+            break
+        found[i] = searches[i].smaller_than(found[i])
+        if found[i].fits:
+            fits(found[i])
     return [found[i] for i in sorted(found)]
 
 

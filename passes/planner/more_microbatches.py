@@ -27,18 +27,22 @@ def worth_trying(
     number that stages are known for it is looked both ways: with fewer while they fit and get
     better or are about as good, for stages wait longer for each other and need more memory, and
     with more, for they start more often what takes as long for few rows. What takes longer is not
-    found out. That is told by what steps take at the most: fewer rows are guessed at the least.
+    found out, nor by how much it is longer than what is promised. That is told by what steps take
+    at the most: fewer rows are guessed at the least.
     """
-    own, best = stages.num_microbatches, stages.bound(limit)
+    own, best = stages.num_microbatches, stages.bound(limit, promised)
     seconds: dict[int, float] = {}
     for count in sorted((count for count in counts if count < own), reverse=True):
-        most = stages.with_microbatches(count).bound(limit, ENOUGH * best)
+        longest = promised if math.isinf(best) else ENOUGH * best
+        most = stages.with_microbatches(count).bound(limit, longest)
         if math.isinf(most):
+            if math.isinf(best):
+                continue
             break
         seconds[count] = most
         best = min(best, most)
     for count in sorted(count for count in counts if count > own):
-        most = stages.with_microbatches(count).bound(limit, ENOUGH * best)
+        most = stages.with_microbatches(count).bound(limit, min(ENOUGH * best, promised))
         if math.isinf(most):
             continue
         seconds[count] = most

@@ -14,8 +14,8 @@ from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
 from autopar.passes.sharding.compiler_rules import rules_of
 from autopar.passes.sharding.scope_memory import ScopeBuffers
 from autopar.passes.sharding.traffic import MemoryTraffic
-from autopar.passes.slicing.slice_stages import LayersOfStep, find_layers
-from autopar.passes.slicing.stage_graphs import StageGraph
+from autopar.passes.slicing.slice_stages import LayersOfStep, find_layers, slice_stages
+from autopar.passes.slicing.stage_graphs import Boundaries, StageGraph, Stages
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,22 @@ class SplitStep:
           OptionError: it has none.
         """
         return find_layers(self.step, self.rules)
+
+    def cut_at(self, boundaries: Boundaries) -> Stages:
+        """Its stages with the backward pass as it is.
+
+        The first are kept: those are units of layers, which are often the stages of a deep model.
+        """
+        known = self._cut.get(boundaries) if isinstance(boundaries, tuple) else None
+        if known is None:
+            known = slice_stages(self.step, self.rules, boundaries, known=self.layers)
+            if isinstance(boundaries, tuple) and not self._cut:
+                self._cut[boundaries] = known
+        return known
+
+    @cached_property
+    def _cut(self) -> dict[tuple[int, ...], Stages]:
+        return {}
 
     def buffers(self, device: str, num_devices: int) -> ScopeBuffers:
         """Which of its values are buffers on devices of a kind, whole, that divide the rows."""

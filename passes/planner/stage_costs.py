@@ -64,6 +64,15 @@ class UnitCost(NamedTuple):
             once_seconds=times * self.once_seconds,
         )
 
+    def shared_by(self, devices: float) -> UnitCost:
+        """The time on so many devices that share what one does; no memory."""
+        return NOTHING._replace(
+            seconds=self.seconds / devices,
+            forward_seconds=self.forward_seconds / devices,
+            rowless_seconds=self.rowless_seconds / devices,
+            once_seconds=self.once_seconds / devices,
+        )
+
     def with_rows(self, part: float) -> UnitCost:
         """With a part of the rows of a microbatch, or with more of them: at the least.
 
@@ -128,6 +137,21 @@ def in_equal_stages(way: Way, stages: int, num_microbatches: int) -> EqualStages
         for run, flight in zip(runs, range(stages, 0, -1), strict=True)
     )
     return EqualStages(starts + slowest + once, max(needed))
+
+
+def evenly(total: UnitCost, num_stages: float, num_microbatches: int) -> float:
+    """What a step takes at the least where units are shared out evenly among stages, by 1F1B.
+
+    No split among as many stages takes less: each has a whole number of units.
+
+    Args:
+      total: all units, one after the other, on the mesh of one stage.
+      num_stages: of as many devices.
+      num_microbatches: of the step.
+    """
+    starts = num_microbatches + num_stages - 1
+    early = (num_stages - 1) / 2 * total.backward_seconds  # on average, `stage_choice`
+    return (starts * total.seconds + max(total.once_seconds - early, 0.0)) / num_stages
 
 
 def equal_runs(count: int, parts: int) -> list[int]:

@@ -20,8 +20,9 @@ from autopar.passes.planner.auto_stages import OptionsKey, StageSearch
 from autopar.passes.planner.layer_units import FinerUnits, units_of
 from autopar.passes.planner.layouts import chunks_of
 from autopar.passes.planner.split_step import SplitStep
+from autopar.passes.planner.stage_bound import NOTHING_ELSEWHERE, KnownElsewhere
 from autopar.passes.planner.stage_choice import StageOptions
-from autopar.passes.planner.stage_costs import Mesh, Way, with_halfway, without_memory
+from autopar.passes.planner.stage_costs import Mesh, UnitCost, Way, with_halfway, without_memory
 from autopar.passes.planner.unit_costs import UnitCosts
 from autopar.passes.slicing.stage_graphs import Stages
 
@@ -34,7 +35,11 @@ HARDLY_LESS = 1.001  # times what stages may take with no memory: else prices of
 
 
 def price_stages(
-    split: SplitStep, options: Options, cluster: Cluster, report: Callable[[str], None]
+    split: SplitStep,
+    options: Options,
+    cluster: Cluster,
+    report: Callable[[str], None],
+    elsewhere: KnownElsewhere = NOTHING_ELSEWHERE,
 ) -> StageSearch | None:
     """The search for a step; None where it cannot be cut.
 
@@ -43,6 +48,7 @@ def price_stages(
       options: method, pins, memory limit and so on; `stages` is "auto".
       cluster: all devices.
       report: takes a line of progress.
+      elsewhere: what stages have to be quicker than.
     """
     units = units_of(split, report)
     if units is None or cluster.num_devices < 2:
@@ -111,9 +117,27 @@ def price_stages(
             return True
         return costs.may_fit(size, crossed, again().kept_bytes)
 
+    def least_of(size: int, total: UnitCost) -> float:
+        """What has to be known elsewhere, for stages in which units take so long to be of use."""
+        asked = cluster.num_devices / size, split.num_microbatches, _schedules(options)
+        return elsewhere.least(total, *asked)
+
+    def least(size: int, enough: float) -> float:
+        """The same for stages of so many devices."""
+        seconds = 0.0
+        for known in (False, True):  # what is told by one device alone takes no plans
+            if seconds < enough:
+                tried = (least_of(size, total) for total in costs.least_totals(size, known=known))
+                seconds = min(tried, default=math.inf)
+        return seconds
+
     crossed = min(filter(None, finer.crossing), default=0)
     free, passed = list[int](), 0
-    for size, may_fit in _hopeful_first(sizes_of(cluster)[:-1], is_hopeful):
+    sizes = elsewhere.hopeful(sizes_of(cluster)[:-1], least)
+    if sizes and elsewhere.seconds < math.inf:
+        best = elsewhere.longest(split.num_microbatches, cluster.num_devices // min(sizes))
+        costs.is_useless = lambda size, total: least_of(size, total) > elsewhere.seconds
+    for size, may_fit in _hopeful_first(sizes, is_hopeful):
         if not may_fit and math.isfinite(best):
             break  # something fits elsewhere
         known = max((x for x in priced if priced[x]), default=None)
@@ -136,7 +160,8 @@ def price_stages(
     if free and seconds(free) * HARDLY_LESS < best:  # together
         for size in free:
             price(size)
-    return made()
+    told = costs.told([size for size, ways in priced.items() if ways])
+    return dataclasses.replace(made(), told=told)
 
 
 def _hopeful_first(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from autopar.base.cluster import Cluster, axis_names
+from autopar.base.costs import PICOSECONDS
 from autopar.base.methods import LOOP_METHODS
 from autopar.base.options import Options
 from autopar.passes.pieces.piece_costs import PieceCosts
@@ -32,7 +33,7 @@ from autopar.passes.sharding.pins import resolve_pins
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import restriction
 from autopar.passes.sharding.strategy_graph import StrategyGraph
-from autopar.passes.solver import Infeasible, Problem, Solution, solve
+from autopar.passes.solver import Infeasible, Problem, Solution, TooDear, solve
 
 SOLVER_WORK = 5.0  # deterministic work, about a second each; most stages take a fraction of one
 MEMORY_WORK = 1.5  # the same within a limit of memory, for which several problems are solved
@@ -122,18 +123,28 @@ class MeshSearch:
                 return replace(self.program(found, remat), peak=MemoryPeak(counted, ()))
         return self.lowered(found, remat)
 
-    def attempt(self, memory: int | None, remat: bool, *, finds_peak: bool = False) -> PlannedStage:
+    def attempt(
+        self,
+        memory: int | None,
+        remat: bool,
+        *,
+        finds_peak: bool = False,
+        at_most: float = math.inf,
+    ) -> PlannedStage:
         """The cheapest program whose values keep within so many bytes.
 
         Raises:
           Infeasible: there is none. With `finds_peak` it says the least bytes that would do.
+          TooDear: there is none of `at_most` so many seconds.
         """
         rows = None if memory is None else memory_rows(self.built, self.memory(remat))
-        found = self.solved(to_problem(self.built, memory, rows), finds_peak=finds_peak)
-        return self.lowered(found, remat)
+        problem = to_problem(self.built, memory, rows)
+        return self.lowered(self.solved(problem, finds_peak=finds_peak, at_most=at_most), remat)
 
-    def solved(self, problem: Problem, *, finds_peak: bool = False) -> Solution:
-        """The problem's solution among what is allowed."""
+    def solved(
+        self, problem: Problem, *, finds_peak: bool = False, at_most: float = math.inf
+    ) -> Solution:
+        """The problem's solution among what is allowed; a `TooDear` if none is that quick."""
         limited = problem.usage_limit is not None
         enough = ENOUGH_MEMORY_GAP if limited else ENOUGH_GAP
         work = MEMORY_WORK if limited else SOLVER_WORK
@@ -146,6 +157,7 @@ class MeshSearch:
             enough_gap=enough if problem.num_nodes > LARGE_PROBLEM or folded.holders else 0.0,
             seed=self.options.seed,
             finds_peak=finds_peak,
+            at_most=None if at_most == math.inf else math.ceil(at_most * PICOSECONDS),
         )
         if allowed is None:
             return folded.unfolded(found)
@@ -247,11 +259,17 @@ class MeshSearch:
         """The same program whose backward pass computes the forward pass again."""
         return self.checked(replace(planned, remat=True))
 
-    def tightened(self, planned: PlannedStage, tries: int | None = None) -> PlannedStage:
+    def tightened(
+        self, planned: PlannedStage, tries: int | None = None, at_most: float = math.inf
+    ) -> PlannedStage:
         """The cheapest plan that fits, or the one that came nearest in so many tries.
 
         The integer program's account of memory is a model of the lowered program's: it is corrected
         by what it was wrong by for the last plan.
+
+        Raises:
+          TooDear: nothing that fits takes `at_most` so long, before the account is corrected to
+            less than the limit. After that it would be a matter of what the last plan was like.
         """
         rows = memory_rows(self.built, self.memory(planned.remat))
         target = self.limit + max(self._excess(planned, rows), 0)
@@ -259,7 +277,11 @@ class MeshSearch:
             if planned.fits or target <= 0:
                 break
             try:
-                planned = self.attempt(target, planned.remat)
+                planned = self.attempt(target, planned.remat, at_most=at_most)
+            except TooDear:
+                if target >= self.limit:
+                    raise
+                break
             except Infeasible:
                 break
             target = min(target - self.limit // 100, self.limit + self._excess(planned, rows))
@@ -333,6 +355,12 @@ class MeshSearch:
         """One of them."""
         price = DEAR[number] * free.step_seconds / max(free.peak.bytes, 1)
         return self.priced(price, free.remat)
+
+    def smaller_than(self, planned: PlannedStage) -> PlannedStage:
+        """The plan that needs least, if that is less than one does that does not fit."""
+        best = min([planned, *self.least(planned.remat)], key=lambda x: x.peak.bytes)
+        first = planned.unlimited or planned
+        return planned if best is planned else replace(best.proven_by(first), unlimited=first)
 
     def least(self, remat: bool) -> list[PlannedStage]:
         """The plan with the smallest memory limit that the solver can satisfy, if it finds one."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
-from autopar.passes.pieces.stage_account import StageAccount
 from autopar.passes.planner.free_ways import TOO_SLOW, FreeWays
 from autopar.passes.planner.layer_units import Kind, typical
 from autopar.passes.planner.layouts import logical_meshes, submesh
@@ -18,21 +17,23 @@ from autopar.passes.planner.mesh_choice import stage_options
 from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_costs import (
+    NOTHING,
     EqualStages,
     Mesh,
     UnitCost,
     Way,
+    evenly,
     in_equal_stages,
     joined,
 )
 from autopar.passes.planner.stage_labels import label_batch
 from autopar.passes.planner.stage_shardings import MeshSearch, memory_limit_of
+from autopar.passes.planner.timed_unit import TimedUnit
 from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.flight import ONE_IN_FLIGHT
 from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.memory_price import solve_at_price
 from autopar.passes.sharding.memory_rows import StageMemory, memory_rows
-from autopar.passes.sharding.spmd_program import Block, Instruction, Loop, Relayout
 from autopar.passes.slicing.stage_graphs import Stages
 
 # What all of a device's memory costs, in the time of a step with which the devices share the work:
@@ -71,7 +72,8 @@ class UnitCosts:
         self._begun: dict[int, FreeWays] = {}
         self._free: dict[int, FreeWays] = {}
         self._splits: dict[int, SplitStep] = {}  # by identity of the labelled stages
-        self._known: dict[int, tuple[PlannedStage, UnitCost]] = {}  # costs, by plans that live
+        self._known: dict[int, tuple[PlannedStage, TimedUnit]] = {}  # by plans, which live
+        self.is_useless: Callable[[int, UnitCost], bool] = lambda size, total: False
         self._priced: dict[tuple[Mesh, Kind, tuple[float, bool]], PlannedStage] = {}
 
     def free_ways(self, size: int, longest: float = math.inf) -> list[tuple[Mesh, Way]]:
@@ -81,8 +83,8 @@ class UnitCosts:
     def ways(self, size: int, longest: float = math.inf) -> list[tuple[Mesh, Way]]:
         """For each logical mesh of so many devices that is quick, and each price of memory.
 
-        A price is not tried on a mesh that takes longer than `longest` seconds a step in equal
-        stages with any memory.
+        A price is not tried on a mesh that with any memory takes longer than `longest` seconds a
+        step in equal stages, or is of no use.
         """
         free, limit = self._free_ways(size, longest), self.limit
         found = self.free_ways(size, longest)
@@ -92,7 +94,8 @@ class UnitCosts:
         enough, fits = set[Mesh](), dict[Mesh, bool]()  # meshes whose plans need no other price
         for price, (mesh, total) in itertools.product(PRICES, totals.items()):
             slow = self._step_seconds(total) > TOO_SLOW * self.least_seconds(size)
-            if mesh in enough or slow or self._evenly(size, total) > longest:
+            slow = slow or self._evenly(size, total) > longest or self.is_useless(size, total)
+            if mesh in enough or slow:
                 continue
             known, before = free.planned[mesh], fits.get(mesh, False)
             priced = {kind: self._at_price(size, mesh, kind, price) for kind in self.typical}
@@ -162,8 +165,8 @@ class UnitCosts:
 
     def may_fit_casting(self, size: int, ways: Sequence[tuple[Mesh, Way]], spared: int) -> bool:
         """Whether equal stages may fit that do without so many bytes on all devices together."""
-        tried = (self._in_equal_stages(size, way) for _, way in ways)
         room = NEARLY * self.limit + spared / self._cluster.num_devices
+        tried = (self._in_equal_stages(size, way) for _, way in ways)
         return any(x.bytes <= room for x in tried if x)
 
     def may_take(self, size: int, longest: float) -> bool:
@@ -190,14 +193,35 @@ class UnitCosts:
         return None if left else in_equal_stages(way, stages, self._num_microbatches)
 
     def _evenly(self, size: int, total: UnitCost) -> float:
-        """What a step takes where units are shared out evenly among stages of so many devices.
+        """What a step takes where units are shared out evenly among stages of so many devices."""
+        return evenly(total, self._cluster.num_devices / size, self._num_microbatches)
 
-        No split among stages of as many devices takes less: each has a whole number of units.
+    def least_totals(self, size: int, like: int = 1, known: bool = True) -> list[UnitCost]:
+        """What all units take at the least in one of the ways to run them on so many devices.
+
+        With any memory. More devices send more: together they take no less time than those that
+        they are `like`. Of the kind that computes most, what is `known` of quick meshes may tell.
         """
-        stages = self._cluster.num_devices / size
-        starts = self._num_microbatches + stages - 1
-        early = (stages - 1) / 2 * total.backward_seconds  # on average, `stage_choice`
-        return (starts * total.seconds + max(total.once_seconds - early, 0.0)) / stages
+        there, part = self._begin(like), size / like
+        if not there.heaviest:
+            return [NOTHING]
+        ways = [*self._free_ways(like).ways.values()]
+        if not known:
+            return [joined(way).shared_by(part) for way in ways]
+        begun, heaviest = self._begin(size), self._heaviest
+        plans = (begun.planned[mesh][heaviest] for mesh in begun.quickest())
+        units = [self._time(heaviest, plan, begun.part).cost for plan in plans]
+        is_other = [kind != heaviest for kind in self._kinds]
+        others = (joined(tuple(itertools.compress(way, is_other))) for way in ways)
+        least = min(others, key=self._step_seconds)
+        often = len(is_other) - sum(is_other)
+        return [unit.often(often).joined(least.shared_by(part)) for unit in units]
+
+    def told(self, priced: Collection[int]) -> dict[int, list[UnitCost]]:
+        """What all units take at the least on larger submeshes than were priced, if one was."""
+        like = max(priced, default=math.inf)
+        sizes = [size for size, begun in self._begun.items() if size > like and begun.heaviest]
+        return {size: self.least_totals(size, int(like)) for size in sizes}
 
     def least_seconds(self, size: int) -> float:
         """What a step takes on so many devices with any memory; infinite if they hold no unit."""
@@ -255,7 +279,8 @@ class UnitCosts:
             if slower > HOPELESSLY_SLOW and made.heaviest:
                 made.heaviest[mesh] = slower * min(made.heaviest.values())
                 continue
-            cost = self._cost(self._heaviest, self._planned(made, mesh, self._heaviest), part)
+            planned = self._planned(made, mesh, self._heaviest)
+            cost = self._time(self._heaviest, planned, part).cost
             made.heaviest[mesh] = self._step_seconds(cost)
         return made
 
@@ -269,7 +294,7 @@ class UnitCosts:
         That has half as many nodes, of which the first axis crosses as much less.
         """
         known, (first, *others) = self._begun.get(size // 2), mesh
-        half = (first // 2, *others)
+        half = (*((first // 2,) if first > 2 or not others else ()), *others)
         if known is None or first % 2 or half not in known.heaviest:
             return 1.0
         least, crosses = min(known.heaviest.values()), known.part.num_nodes > 1
@@ -289,18 +314,24 @@ class UnitCosts:
         quickest = made.quickest()
         is_whole = size == self._cluster.num_devices
         for mesh in quickest:
-            cost = self._cost(self._heaviest, made.planned[mesh][self._heaviest], made.part)
+            planned = made.planned[mesh][self._heaviest]
+            cost = self._time(self._heaviest, planned, made.part).cost
             least = self._evenly(size, cost.often(self._kinds.count(self._heaviest)))
             if is_whole and made.ways and made.heaviest[quickest[0]]:
                 slower = made.heaviest[mesh] / made.heaviest[quickest[0]]
                 least = slower * self._evenly(size, joined(made.ways[quickest[0]]))
-            if mesh != quickest[0] and least > longest:
+            if mesh != quickest[0] and (least > longest or self._will_be_useless(size, mesh)):
                 continue
             for kind in self.typical:
                 if kind != self._heaviest:
                     self._planned(made, mesh, kind)
             made.ways[mesh] = self._way(made.planned[mesh], made.part)
         return made
+
+    def _will_be_useless(self, size: int, mesh: Mesh) -> bool:
+        """Whether all units surely are, as the kind that computes most tells."""
+        total = self.least_totals(size)[self.quickest(size).index(mesh)]
+        return self.is_useless(size, total)
 
     def totals(self, size: int) -> list[tuple[Mesh, UnitCost]]:
         """What all units need on one mesh of so many devices, in ways to run them.
@@ -343,41 +374,19 @@ class UnitCosts:
 
     def _way(self, planned: Mapping[Kind, PlannedStage], part: Cluster) -> Way:
         known = {kind: self._cost(kind, planned[kind], part) for kind in self.typical}
-        return tuple(known[kind] for kind in self._kinds)
+        return tuple(map(known.__getitem__, self._kinds))
 
     def _cost(self, kind: Kind, planned: PlannedStage, part: Cluster) -> UnitCost:
         """What the typical unit of a kind costs by a plan; found once."""
-        if id(planned) not in self._known:
-            self._known[id(planned)] = planned, self._found_cost(kind, planned, part)
-        return self._known[id(planned)][1]
+        return self._time(kind, planned, part).with_bytes
 
-    def _found_cost(self, kind: Kind, planned: PlannedStage, part: Cluster) -> UnitCost:
-        place = self.typical[kind]
-        stage, layers = self._labelled[place], self._runs[place]
-        total = sum(layer.flops for layer in layers)
-        forward = sum(layer.forward_flops for layer in layers) / total if total else 0.0
-        program, prices = planned.program, planned.costs(part)
-        block, scan = program.block, None if stage.loop is None else stage.loop.scan
-        loops = [x for x in block.instructions if isinstance(x, Loop) and x.eqn is scan]
-        others = (x for x in block.instructions if not any(x is loop for loop in loops))
-        outside = tuple(x for x in others if not _arrives(x, block))
-        dims = planned.split.dims
-        account = StageAccount.of(stage, program, StageMemory(ONE_IN_FLIGHT))
-        inside = account.loop_seconds(prices)
-        rowless = sum(prices.rowless_seconds(piece.block, dims) for piece in account.loop)
-        fixed = sum(account.throughout.values())
-        kept = sum(account.between_tasks.values())
-        working = max(account.peak({}).bytes - fixed - kept, 0)
-        return UnitCost(
-            seconds=inside,
-            forward_seconds=inside * forward,
-            rowless_seconds=min(rowless, inside),
-            once_seconds=prices.seconds(Block(block.inputs, outside, block.outputs)),
-            bytes_fixed=fixed,
-            bytes_per_microbatch=kept,
-            bytes_working=working,
-            bytes_rowless=min(max(account.rowless_bytes(dims) - fixed, 0), working),
-        )
+    def _time(self, kind: Kind, planned: PlannedStage, part: Cluster) -> TimedUnit:
+        """What the typical unit of a kind takes by a plan; what it needs takes longer to count."""
+        if id(planned) not in self._known:
+            place = self.typical[kind]
+            found = TimedUnit.of(self._labelled[place], self._runs[place], planned, part)
+            self._known[id(planned)] = planned, found
+        return self._known[id(planned)][1]
 
     def _needs(self, total: UnitCost) -> int:
         """Bytes per device of all units in one stage, with all microbatches in flight."""
@@ -386,11 +395,3 @@ class UnitCosts:
 
     def _step_seconds(self, total: UnitCost) -> float:
         return total.seconds * self._num_microbatches + total.once_seconds
-
-
-def _arrives(instruction: Instruction, block: Block) -> bool:
-    """Whether it cuts what comes from other units: that arrives as it is cut (`opened`)."""
-    if not isinstance(instruction, Relayout) or instruction.purpose != "activation":
-        return False
-    is_cut = all(step.kind == "slice" for step in instruction.steps)
-    return is_cut and instruction.source in block.inputs

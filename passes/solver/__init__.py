@@ -6,6 +6,6 @@ JAX is needed.
 
 from .problem import FORBIDDEN, Problem, ProblemError
 from .search import solve
-from .solution import Infeasible, Solution
+from .solution import Infeasible, Solution, TooDear
 
-__all__ = ["FORBIDDEN", "Infeasible", "Problem", "ProblemError", "Solution", "solve"]
+__all__ = ["FORBIDDEN", "Infeasible", "Problem", "ProblemError", "Solution", "TooDear", "solve"]

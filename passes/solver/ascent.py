@@ -46,6 +46,7 @@ class Ascent:
         choice: the cheapest feasible choice.
         cost: what that costs.
         known: what `found` returned last.
+        worthless: a choice that costs more is of no use.
     """
 
     dual: Dual
@@ -57,6 +58,12 @@ class Ascent:
     choice: Integers | None = None
     cost: float = np.inf
     known: float = np.inf
+    worthless: float = np.inf
+
+    @property
+    def is_worthless(self) -> bool:
+        """Whether the bound says that every choice is."""
+        return self.bound > self.worthless
 
     @property
     def least(self) -> float:
@@ -107,17 +114,18 @@ def ascend(
     step: float = STEP,
     enough: int | None = None,
     tolerance: Callable[[], float] = float,
+    worthless: float = np.inf,
 ) -> Ascent:
     """Runs passes until `sweeps` or the part `until` of the budget is used.
 
     `found` takes each feasible choice and returns the least cost known so far. Until there is one
     (`known` says that there was one before), it also takes each allowed choice that does not fit
     but comes nearer than those before. `step` is the first exponent's factor on the relative excess
-    of usage over room. Once a choice fits, `enough` passes are enough; so is a gap of `tolerance`.
-    The dual is left in the state of the best bound.
+    of usage over room. Once a choice fits, `enough` passes are enough; so is a gap of `tolerance`,
+    or a bound above what is `worthless`. The dual is left in the state of the best bound.
     """
     arrays = dual.arrays
-    result = Ascent(dual, budget, found, upper)
+    result = Ascent(dual, budget, found, upper, worthless=worthless)
     average: Floats | None = None
     nearest = np.inf
     started = budget.used
@@ -134,7 +142,7 @@ def ascend(
         used = (budget.used - started) / max(until - started, 1e-9)
         total = enough if known and enough is not None else sweeps
         progress = max((index + 1) / total, used)
-        if result.gap < max(1.0, tolerance()):
+        if result.gap < max(1.0, tolerance()) or result.is_worthless:
             break
         due = index % REPAIR_EVERY == REPAIR_EVERY - 1 or progress >= 1.0
         # Until something fits, it is tried more often: after passes 2, 4 and 8 of the first ten.

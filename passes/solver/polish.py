@@ -63,6 +63,8 @@ def polish(result: Ascent, until: float) -> None:
     """
     core = Core(result.dual)
     improve_prices(result, core, until)
+    if result.is_worthless:
+        return
     core.look()
     search_core(result, core)
 
@@ -81,7 +83,7 @@ def improve_prices(result: Ascent, core: Core, until: float) -> None:
     for _ in range(PROGRAMS):
         work, seconds = budget.left(until)
         cells = int(min(cells, PROGRAM_PART * min(work, seconds) / rate))
-        if result.gap < 1.0 or cells < LEAST_CELLS:
+        if result.gap < 1.0 or cells < LEAST_CELLS or result.is_worthless:
             break
         core.look()
         budget.spend(2 * sweep_work(dual.arrays))

@@ -36,7 +36,7 @@ from autopar.passes.solver.peak import smallest_peak
 from autopar.passes.solver.polish import polish
 from autopar.passes.solver.problem import Integers, Problem
 from autopar.passes.solver.reduce import reduce
-from autopar.passes.solver.solution import Infeasible, Solution, relative_gap
+from autopar.passes.solver.solution import Infeasible, Solution, TooDear, relative_gap
 
 TABLE_CELLS = 20_000_000
 ALL_CELLS = 200_000_000
@@ -111,6 +111,7 @@ def solve(
     seed: int = 0,
     progress: Progress | None = None,
     finds_peak: bool = True,
+    at_most: int | None = None,
 ) -> Solution:
     """Finds the cheapest assignment that fits, with a proven bound on what it may lack.
 
@@ -124,14 +125,17 @@ def solve(
         progress: called whenever the best cost or the bound has changed.
         finds_peak: whether the error of a problem that is proven to have no solution says the
             smallest peak usage, which takes several times as long as to prove that.
+        at_most: a cost; the search ends when every solution is proven to cost more. What is found
+            before that may do so too.
 
     Raises:
         Infeasible: if there is no solution, or none was found within the limits.
+        TooDear: every solution costs more than `at_most`.
     """
     if work_limit is None:
         work_limit = DEFAULT_WORK if time_limit is None else math.inf
     budget = Budget(work_limit, math.inf if time_limit is None else time_limit)
-    search = _Solve(problem, budget, seed, progress, enough_gap)
+    search = _Solve(problem, budget, seed, progress, enough_gap, at_most)
     try:
         search.run()
     except Contradiction:
@@ -152,6 +156,7 @@ class _Solve:
     seed: int
     progress: Progress | None
     enough_gap: float = 0.0
+    at_most: int | None = None
     best: tuple[int, ...] | None = None
     best_cost: int | None = None
     bound: int | None = None
@@ -301,8 +306,9 @@ class _Solve:
                 step=SMALL_STEP if turn and few else STEP,
                 enough=(LATER_SWEEPS if turn else FEW_SWEEPS) if few else None,
                 tolerance=lambda: self.tolerance / 2**model.shift,
+                worthless=self.in_terms_of(current, self.at_most),
             )
-            is_enough = result.gap <= self.tolerance / 2**model.shift
+            is_enough = result.gap <= self.tolerance / 2**model.shift or result.is_worthless
             if few and not is_enough and not self.budget.exhausted and len(arrays.room):
                 until = max(until, self.budget.used + POLISH_PART * (1.0 - self.budget.used))
                 polish(result, until)
@@ -366,9 +372,11 @@ class _Solve:
 
     def upper(self, model: Model) -> float:
         """The best cost in a model's terms."""
-        if self.best_cost is None:
-            return np.inf
-        return float((self.best_cost >> model.shift) - model.offset)
+        return self.in_terms_of(model, self.best_cost)
+
+    def in_terms_of(self, model: Model, cost: int | None) -> float:
+        """A cost in a model's terms; None: an infinite one."""
+        return np.inf if cost is None else float((cost >> model.shift) - model.offset)
 
     def raise_bound(self, model: Model, bound: int) -> None:
         """Takes note of a model's bound; with the best cost so far it is the problem's."""
@@ -378,6 +386,8 @@ class _Solve:
         if self.best_cost is not None:
             self.bound = min(self.bound, self.best_cost)
         self.report()
+        if self.at_most is not None and self.bound > self.at_most:
+            raise TooDear(self.bound, self.at_most)
 
     def offer(self, model: Model, chosen: dict[int, int]) -> bool:
         """Whether a choice is allowed and fits and is the best so far, or as good."""

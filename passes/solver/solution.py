@@ -62,6 +62,21 @@ class Infeasible(AutoparError):
         self.lower_bound = lower_bound
 
 
+class TooDear(Infeasible):
+    """Every assignment that keeps within the limit costs more than what is of use; proven.
+
+    Args:
+        lower_bound_of_cost: no such assignment costs less.
+    """
+
+    def __init__(self, lower_bound_of_cost: int, most: int) -> None:
+        super().__init__(
+            f"Every assignment costs at least {lower_bound_of_cost}, more than {most}.",
+            proven=True,
+        )
+        self.lower_bound_of_cost = lower_bound_of_cost
+
+
 def relative_gap(cost: int, lower_bound: int) -> float:
     """`(cost - lower_bound) / |cost|`."""
     return (cost - lower_bound) / max(1, abs(cost))

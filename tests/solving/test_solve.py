@@ -13,7 +13,7 @@ from benchmark_modules import evaluate, is_allowed, peak_usage, plain_model
 from hypothesis import given, settings
 from solver_instances import assignments, brute_force, grid, make, problems, transformer
 
-from autopar.passes.solver import FORBIDDEN, Infeasible, Problem, solve
+from autopar.passes.solver import FORBIDDEN, Infeasible, Problem, TooDear, solve
 
 
 @settings(max_examples=150, deadline=None)
@@ -45,6 +45,25 @@ def test_equals_brute_force_where_memory_binds(tightness: float) -> None:
     solution = solve(problem)
     assert solution.cost == solution.lower_bound == brute_force(problem)[0]
     assert solution.cost > solve(replace(problem, usage_limit=None)).cost
+
+
+@pytest.mark.parametrize("tightness", [0.3, 0.6, 0.85])
+def test_ends_where_every_solution_is_proven_to_cost_too_much(tightness: float) -> None:
+    """And not where one costs as much as it may: then it is the same as without a limit of cost."""
+    problem = grid(3, 5, 3, seed=3, tightness=tightness)
+    best = solve(problem)
+    assert best.gap == 0
+    within = solve(problem, at_most=best.cost)
+    assert (within.assignment, within.cost) == (best.assignment, best.cost)
+    for most in (0, best.cost // 2):
+        with pytest.raises(TooDear) as caught:
+            solve(problem, at_most=most)
+        assert caught.value.proven and most < caught.value.lower_bound_of_cost <= best.cost
+    for most in (int(0.9 * best.cost), best.cost - 1):  # what is found first may be proven best
+        try:
+            assert solve(problem, at_most=most).cost == best.cost
+        except TooDear as error:
+            assert most < error.lower_bound_of_cost <= best.cost
 
 
 @pytest.mark.parametrize("engine", ["cp-sat", "highs"])

@@ -1,0 +1,85 @@
+"""Whether stages can be quicker than what is known elsewhere, told by what units take alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from autopar.passes.planner.auto_stages import MOST_CLOCKED, NEEDING
+from autopar.passes.planner.more_microbatches import WORTH_PRICING
+from autopar.passes.planner.stage_clock import StageWork, step_seconds
+from autopar.passes.planner.stage_costs import UnitCost, evenly
+from autopar.passes.planner.stages_within import WORTH_PLANNING
+
+MIXED = 1.05  # times what is known: on such sizes there may be some of the stages, if on others too
+
+
+class KnownElsewhere(NamedTuple):
+    """What a step takes that fits elsewhere, and the microbatches that stages may have.
+
+    Stages on submeshes of one size that have an equal part of all units each are a bound for those
+    of whole units, with any memory. Where that is above what is known on every size, none is
+    priced. Where it is not on every size, stages of several sizes may be quicker than those of one,
+    and sizes are priced as well on which the bound is hardly above it. That is a guess.
+    """
+
+    seconds: float = math.inf
+    counts: tuple[int, ...] = ()
+
+    def hopeful(self, sizes: Sequence[int], least: Callable[[int, float], float]) -> list[int]:
+        """The sizes of submesh that are worth pricing.
+
+        Args:
+          sizes: all of them.
+          least: what `least` says of a size at the least; exactly, if it is below some seconds.
+        """
+        if math.isinf(self.seconds):
+            return [*sizes]
+        found = {size: least(size, MIXED * self.seconds) for size in sizes}
+        most = MIXED * self.seconds if min(found.values()) < self.seconds else 0.0
+        return [size for size, seconds in found.items() if seconds < most]
+
+    def longest(self, count: int, num_stages: int) -> float:
+        """What stages may take at the most, each after the other for the first microbatch.
+
+        That is more than they do take, by so much at the most.
+        """
+        return self.seconds * (count + num_stages - 1) / count
+
+    def least(
+        self, total: UnitCost, num_stages: float, count: int, schedules: Sequence[str]
+    ) -> float:
+        """What has to be known at the most, for stages to be planned.
+
+        Or to be priced with other numbers of microbatches. What is expected of stages has to be
+        less by some margin, for either.
+
+        Args:
+          total: units of a step one after the other, on a submesh.
+          num_stages: of as many devices.
+          count: microbatches with which the units were priced.
+          schedules: by which stages are chosen.
+        """
+        others = (
+            evenly(total.with_rows(count / other), num_stages, other)
+            for other in self.counts
+            if other != count
+        )
+        own = _least_seconds(total, num_stages, count, schedules)
+        return min(own * WORTH_PLANNING, min(others, default=math.inf) * WORTH_PRICING)
+
+
+def _least_seconds(
+    total: UnitCost, num_stages: float, count: int, schedules: Sequence[str]
+) -> float:
+    """What a step takes in equal stages by the best schedule, as `StageSearch` has it."""
+    if num_stages > MOST_CLOCKED or num_stages != int(num_stages):
+        return evenly(total, num_stages, count)
+    part, once = total.shared_by(int(num_stages)), total.once_seconds / num_stages
+    works = [StageWork(part.forward_seconds, part.backward_seconds, once, 0.0)] * int(num_stages)
+    chosen = {x for name in schedules for x in NEEDING[name]} if schedules[1:] else {*schedules}
+    return min(step_seconds(name, works, count) for name in sorted(chosen))
+
+
+NOTHING_ELSEWHERE = KnownElsewhere()

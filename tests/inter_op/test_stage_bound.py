@@ -1,0 +1,127 @@
+"""What is known elsewhere says which submeshes are not worth pricing, and no stages are lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.base.options import Options
+from autopar.passes.planner.auto_stages import StageSearch
+from autopar.passes.planner.layout_search import LayoutSearch
+from autopar.passes.planner.more_microbatches import worth_trying
+from autopar.passes.planner.stage_bound import MIXED, NOTHING_ELSEWHERE, KnownElsewhere
+from autopar.passes.planner.stage_costs import NOTHING, UnitCost, evenly, joined
+from autopar.passes.planner.stage_pricing import price_stages
+from autopar.passes.planner.stages_within import WORTH_PLANNING
+from autopar.passes.trace.trace import trace
+
+CLUSTER = autopar.Cluster.preset("p3.16xlarge", nodes=2)
+SCHEDULES = "1f1b", "eager_1f1b"
+UNIT = UnitCost(1.0, 0.25, 0.2, 0.1, 0, 0, 0, 0)
+FREE = 2**60
+
+
+def stages_of(way: tuple[UnitCost, ...], size: int, count: int) -> StageSearch:
+    number = len(way)
+    starts, nothing = tuple(range(number)), (0,) * number
+    more = (False,) * number, (), {size: [way]}, count, CLUSTER, "none", SCHEDULES
+    return StageSearch(starts, nothing, *more)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_bound_is_below_what_stages_are_expected_to_take(seed: int) -> None:
+    """Of units that are not alike, on two to eight stages, by any schedule."""
+    random = np.random.default_rng(seed)
+    size, count = int(random.choice([2, 4, 8])), int(random.choice([4, 8, 32]))
+    way = tuple(
+        UNIT._replace(seconds=x, forward_seconds=x / 4, rowless_seconds=x / 9, once_seconds=y)
+        for x, y in random.uniform(0.5, 1.5, (16, 2))
+    )
+    found = stages_of(way, size, count)
+    within = found.within(FREE)
+    assert within is not None
+    alone = KnownElsewhere(1.0).least(joined(way), 16 / size, count, SCHEDULES)
+    assert alone <= within[1] * WORTH_PLANNING
+    for other in (2 * count, count // 2):  # those are not even looked at below it
+        known = KnownElsewhere(1.0, (other,)).least(joined(way), 16 / size, count, SCHEDULES)
+        assert worth_trying(found, [other], FREE, 0.99 * min(known, within[1])) == []
+
+
+def test_sizes_are_priced_if_stages_may_be_quicker_on_one() -> None:
+    """On others that lack hardly more, there may be some of the stages then."""
+    seconds = {1: 3.0, 2: 1.04, 4: 0.99, 8: MIXED}
+    asked = dict[int, float]()
+
+    def least(size: int, enough: float) -> float:
+        asked[size] = enough
+        return seconds[size]
+
+    assert KnownElsewhere(1.0).hopeful([1, 2, 4, 8], least) == [2, 4]
+    assert {*asked.values()} == {MIXED}
+    assert KnownElsewhere(1.0).hopeful([1, 2, 8], least) == []
+    assert NOTHING_ELSEWHERE.hopeful([1, 2, 8], least) == [1, 2, 8]
+
+
+def test_what_stages_take_for_the_first_microbatch_is_bounded_too() -> None:
+    """The objective of the search is above what they take, by the others' turns at the most."""
+    known = KnownElsewhere(10.0)
+    assert known.longest(8, 5) == 15.0
+    total = UNIT._replace(seconds=5.0, once_seconds=0.0)
+    assert evenly(total, 5, 8) <= known.longest(8, 5)
+    assert evenly(total.shared_by(2), 5, 8) == evenly(total, 5, 8) / 2
+    assert NOTHING.shared_by(3) == NOTHING
+
+
+def test_fewer_microbatches_are_found_where_the_first_number_promises_nothing() -> None:
+    """What takes hardly any longer with few rows makes many microbatches slow."""
+    unit = UNIT._replace(rowless_seconds=0.99, once_seconds=0.0)
+    found = stages_of((unit,) * 16, 8, 64)
+    quick = {n: found.with_microbatches(n).bound(FREE) for n in (2, 4, 8, 16, 32)}
+    best = min(quick.values())
+    assert best * 1.06 < found.bound(FREE)
+    good = worth_trying(found, [*quick], FREE, best * 1.06)
+    assert good and quick[good[0]] <= 1.05 * best
+    assert worth_trying(found, [*quick], FREE, best * 1.04) == []
+
+
+def step(params: Any, x: jax.Array) -> Any:
+    def loss(params: Any) -> jax.Array:
+        y = x
+        for w in params:
+            y = jnp.tanh(y @ w)
+        return jnp.mean(y**2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def test_what_is_quicker_than_all_that_is_known_is_found_as_without() -> None:
+    shapes = [jax.ShapeDtypeStruct((512, 512), "float32")] * 4
+    graph = trace(step, (shapes, jax.ShapeDtypeStruct((64, 512), "float32"))).graph
+    slow = dataclasses.replace(CLUSTER.inter_node, bandwidth=1e7)
+    cluster, said = dataclasses.replace(CLUSTER, inter_node=slow), list[str]()
+    search = LayoutSearch.of(graph, Options(stages="auto"), cluster, lambda message: None)
+    split = search.split(8, is_pipeline=True)
+
+    def priced(elsewhere: KnownElsewhere) -> tuple[StageSearch, float]:
+        said.clear()
+        made = price_stages(split, search.options, cluster, said.append, elsewhere)
+        assert made is not None
+        found = made.within(FREE)
+        return made, math.inf if found is None else found[1]
+
+    everything, promise = priced(NOTHING_ELSEWHERE)
+    assert promise < math.inf and any(everything.ways.values())
+    counts = 8, 16, 32
+    _, same = priced(KnownElsewhere(1.03 * promise, counts))
+    assert same == promise
+    nothing, none = priced(KnownElsewhere(0.001 * promise, counts))
+    assert math.isinf(none) and not any(nothing.ways.values())
+    assert not any("costs of" in line for line in said)
+    assert worth_trying(nothing, [16, 32], FREE, 0.001 * promise) == []
