@@ -15,7 +15,7 @@ from autopar.base.options import Options
 from autopar.base.progress import Progress
 from autopar.base.ray_options import Ray
 from autopar.base.transfer_costs import by_way_of_hosts
-from autopar.confirming import plan_confirmed
+from autopar.confirming import as_asked, check_given, plan_confirmed
 from autopar.passes.trace.graph_objects import objects_apart
 from autopar.passes.trace.signature import Convention
 from autopar.plans.plan import Plan
@@ -77,6 +77,8 @@ def plan_traced(
     from autopar.passes.trace.batch_lines import tell_batch
 
     options = request.options
+    if made is not None:
+        check_given(made, options)
 
     def planned(options: Options) -> Compiled:
         return compile_graph(traced.graph, options, cluster, made, progress.report)
@@ -162,9 +164,7 @@ def _loaded_here(
 
     def within(limit: int) -> Compiled:
         less = replace(request, options=replace(options, memory_limit=limit, confirm=None))
-        again = plan_traced(traced, less, cluster, None, progress)
-        # What was asked for is what the plan says, and a later call asks for the same.
-        return replace(again, plan=replace(again.plan, options=options.to_dict()))
+        return as_asked(plan_traced(traced, less, cluster, None, progress), options)
 
     limit = memory_limit_of(options, cluster)
     return refitted(load, compiled, within, limit, device, progress)

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from autopar.base.cluster import Cluster
-from autopar.base.confirmation import CompiledTry, Confirmation
-from autopar.base.errors import AutoparError, MemoryLimitError
+from autopar.base.confirmation import Confirmation
+from autopar.base.errors import AutoparError, MemoryLimitError, OptionError
 from autopar.base.options import Options
 from autopar.base.progress import Progress
 from autopar.base.units import format_bytes
 from autopar.base.user_code import warn
+from autopar.memory_tries import MemoryTries, excess_of
+from autopar.plans.plan import Plan
 
 # What plans and compiles is imported when it is used: importing this module stays light.
 if TYPE_CHECKING:
@@ -32,11 +33,6 @@ if TYPE_CHECKING:
 MOST_TRIES = 6  # plans that are compiled
 FALSE_ALARM = 1.5  # times a device's memory: what is estimated to need more is not compiled
 GRAIN = 1.001  # times what is needed: within how much it is planned again
-UNKNOWN_EXCESS = 0.02  # of a device's memory, where a compiler that ran out of it does not say more
-
-_EXCESS = re.compile(r"[Ee]xceeded \w+ capacity by ([\d.]+[KMGT]?)")
-_OF = re.compile(r"\(([\d.]+[KMGT]?)\) exceeds available \w+ \(([\d.]+[KMGT]?)\)")
-"""How XLA:TPU says it, when it has placed all buffers and before."""
 
 Planner = Callable[[Options], "Compiled"]
 
@@ -68,37 +64,64 @@ def plan_confirmed(
     limit = min(limit, target.memory_bytes or limit)
     if target.memory_bytes and limit < target.memory_bytes:
         target = with_memory(target, limit)
-    within, tries, refusal = limit, list[CompiledTry](), None
+    tries, refusal = MemoryTries.of(limit), None
     while True:
+        within = tries.within
         try:
-            compiled = planner(dataclasses.replace(options, memory_limit=within))
+            compiled = as_asked(planner(dataclasses.replace(options, memory_limit=within)), options)
         except MemoryLimitError as error:
-            if refusal is not None or not _may_fit(error, limit, tries):
-                raise _refused(refusal or error, tries, target, limit) from None
-            refusal, within = error, math.ceil(GRAIN * (error.least_bytes or 0))
+            if refusal is not None or not _may_fit(error, tries):
+                raise _refused(refusal or error, tries, target) from None
+            refusal, tries.within = error, math.ceil(GRAIN * (error.least_bytes or 0))
             continue
-        # What was asked for is what the plan says, and a later call asks for the same.
-        plan = dataclasses.replace(compiled.plan, options=options.to_dict())
-        compiled = dataclasses.replace(compiled, plan=plan)
-        planned = max(stage.peak_bytes_per_device for stage in plan.stages)
         progress.report(f"compiling it for {target.name}")
         seen = _verified(traced, compiled, target, progress)
-        taken, share = _needs(seen, planned, limit)
-        if taken is None:
+        sizes = [stage.compiled_bytes for stage in seen.stages]
+        by_mesh = dict(zip((stage.mesh for stage in seen.stages), sizes, strict=True))
+        failure = "" if seen.interrupted else _failure(seen)
+        found = tries.note(compiled.plan, [by_mesh[mesh] for mesh in sorted(by_mesh)], failure)
+        if found is None:
             _warn_of_failure(seen)
             return compiled
-        tries.append(CompiledTry(within, planned, taken))
-        if taken <= limit:
-            found = Confirmation(target.name, target.compiler, limit, tuple(tries))
-            plan = dataclasses.replace(compiled.plan, confirmed=found)
+        if tries.fits(found):
+            confirmed = Confirmation(target.name, target.compiler, limit, tuple(tries.made))
+            plan = dataclasses.replace(compiled.plan, confirmed=confirmed)
             return dataclasses.replace(compiled, plan=plan)
-        if refusal is not None or len(tries) == MOST_TRIES:
-            raise _refused(refusal, tries, target, limit)
-        within = min(int(share * limit), planned - 1)
+        if refusal is not None or len(tries.made) == MOST_TRIES:
+            raise _refused(refusal, tries, target)
         progress.report(
-            f"{target.name} needs {format_bytes(taken)} a device: planning within "
-            f"{format_bytes(within)}"
+            f"{target.name} needs {format_bytes(found.compiled_bytes)} a device: planning within "
+            f"{format_bytes(tries.within)}"
         )
+
+
+def check_given(plan: Plan, options: Options) -> None:
+    """Refuse to confirm a plan that is given: it is followed as it is.
+
+    Raises:
+      OptionError: `confirm` is asked, and the plan was not made with it.
+    """
+    was = plan.confirmed
+    if options.confirm in (None, True if was else None, was.target if was else None):
+        return
+    raise OptionError(
+        f"confirm={options.confirm!r} is not possible with plan=.",
+        why="confirm= makes plans until a compiler fits one; a plan that is given is followed as "
+        "it is.",
+        hint=f"plan.verify({options.confirm!r}) compiles it, or leave plan= out.",
+    )
+
+
+def as_asked(compiled: Compiled, options: Options) -> Compiled:
+    """With what was asked for in the plan, not within what it was planned: a call asks the same."""
+    plan = dataclasses.replace(compiled.plan, options=options.to_dict())
+    return dataclasses.replace(compiled, plan=plan)
+
+
+def _failure(seen: Verification) -> str:
+    """The words of the failure that says least of memory; "": none failed."""
+    words = seen.failures.values()
+    return max(words, key=lambda x: excess_of(x, 0) is None, default="")
 
 
 def _verified(
@@ -119,62 +142,21 @@ def _verified(
     )
 
 
-def _may_fit(error: MemoryLimitError, limit: int, tries: list[CompiledTry]) -> bool:
+def _may_fit(error: MemoryLimitError, tries: MemoryTries) -> bool:
     """Whether the compiler is asked for the smallest plan before a step is refused."""
-    most = min([FALSE_ALARM * limit, *(x.planned_bytes / GRAIN - 1 for x in tries)])
+    known = (x.planned_bytes / GRAIN - 1 for x in tries.made)
+    most = min([FALSE_ALARM * tries.limit, *known])
     return error.least_bytes is not None and error.least_bytes <= most
 
 
-def _needs(seen: Verification, planned: int, limit: int) -> tuple[int | None, float]:
-    """What the device needs that needs most, and the least share of it that a stage planned.
-
-    None: the compiler failed, but for want of memory.
-    """
-    compiled = [x.compiled_bytes for x in seen.stages if x.compiled_bytes is not None]
-    shares = [x.ratio for x in seen.stages if x.ratio is not None]
-    if len(compiled) < len(seen.stages):
-        over = [_excess(words, limit) for words in seen.failures.values()]
-        known = [size for size in over if size is not None]
-        if seen.interrupted or not over or len(known) < len(over):
-            return None, 0
-        compiled.append(limit + max(known))
-        shares.append(min(planned, limit) / compiled[-1])
-    return max(compiled), min(shares)
-
-
-def _excess(words: str, limit: int) -> int | None:
-    """The bytes that a compiler which ran out of memory had too few; None: it failed otherwise.
-
-    >>> _excess("Used 16.5G of 15.7G hbm. Exceeded hbm capacity by 512.0M.", 0)
-    536870912
-    >>> _excess("required for HLO temporaries (17.5G) exceeds available HBM (15.0G)", 0)
-    2684354560
-    >>> _excess("RESOURCE_EXHAUSTED: no more", 1000), _excess("Mosaic failed", 1000)
-    (20, None)
-    """
-    if said := _EXCESS.search(words):
-        return max(_size(said[1]), 1)
-    if said := _OF.search(words):
-        return max(_size(said[1]) - _size(said[2]), 1)
-    return math.ceil(UNKNOWN_EXCESS * limit) if "RESOURCE_EXHAUSTED" in words else None
-
-
-def _size(text: str) -> int:
-    """The bytes of "15.7G"."""
-    power = " KMGT".find(text[-1])
-    return int(float(text) if power < 1 else float(text[:-1]) * 1024**power)
-
-
-def _refused(
-    refusal: MemoryLimitError | None, tries: list[CompiledTry], target: Target, limit: int
-) -> AutoparError:
+def _refused(refusal: MemoryLimitError | None, tries: MemoryTries, target: Target) -> AutoparError:
     """The planner's refusal, or what the compiler made of plans."""
-    if not tries:
+    if not tries.made:
         assert refusal is not None
         return refusal
     sizes = " and ".join(
         f"{format_bytes(x.compiled_bytes)} of what was planned with {format_bytes(x.planned_bytes)}"
-        for x in tries
+        for x in tries.made
     )
     hint = "use more devices, a smaller batch, remat='override' or offload='auto'."
     # What was found for another limit, or with more memory, says nothing of this one.
@@ -183,11 +165,11 @@ def _refused(
     if changes:
         hint = f"would fit by autopar's estimate: {'; or '.join(changes)}."
     return MemoryLimitError(
-        f"No plan that was tried takes at most {limit:,} bytes per device when it is compiled.",
+        f"No plan that was tried takes at most {tries.limit:,} bytes per device when compiled.",
         where=f"confirm={target.name!r}",
-        why=f"{target.compiler} takes {sizes}; a device has {format_bytes(limit)}.",
+        why=f"{target.compiler} takes {sizes}; a device has {format_bytes(tries.limit)}.",
         hint=hint,
-        least_bytes=min(x.compiled_bytes for x in tries),
+        least_bytes=min(x.compiled_bytes for x in tries.made),
         largest_tensors=refusal.largest_tensors if refusal else (),
         least_plan=refusal.least_plan if refusal else "",
         would_fit=changes,

@@ -412,11 +412,13 @@ class Executable(Displayed, AroundStep):
             for name, analysis in self._by_piece(self.memory_analysis()).items()
         }
 
-    def peak_bytes(self) -> list[int]:
-        """By mesh, what one device needs at the worst moment of a step, as the compiler says."""
+    def peak_bytes(self) -> list[int | None]:
+        """By mesh, what one device needs at the worst moment of a step, as the compiler says.
+
+        None where it does not say.
+        """
         program = self._program.program
-        peaks = compiled_peaks(program, memory_of_pieces(program, self._compiled))
-        return [peak or 0 for peak in peaks]
+        return compiled_peaks(program, memory_of_pieces(program, self._compiled))
 
     def cost(self) -> dict[str, dict[str, float]]:
         """What the compiler counts of each piece: "flops", "bytes accessed"; it may say nothing.

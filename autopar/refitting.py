@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from autopar.base.confirmation import CompiledTry, Confirmation
-from autopar.base.errors import MemoryLimitError
+from autopar.base.confirmation import Confirmation
+from autopar.base.errors import AutoparError
 from autopar.base.progress import Progress
 from autopar.base.units import format_bytes
+from autopar.base.user_code import warn
+from autopar.memory_tries import MemoryTries, excess_of
 
 # What plans and compiles is imported when it is used: importing this module stays light.
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ def refitted(
 ) -> Executable:
     """The executable of a plan, or of the first one after it that its compiler fits.
 
-    Where none is found, that of the last plan: it may run all the same, for a device has a little
+    Where none is found, that which needs least: it may run all the same, for a device has a little
     more than a plan may use.
 
     Args:
@@ -50,26 +52,63 @@ def refitted(
       limit: what a device has for programs.
       device: one of them.
       progress: of all.
+
+    Raises:
+      JaxRuntimeError: the compiler fails; for want of memory, with every plan.
+
+    Warns where what is returned needs more than there is.
     """
-    tries, within = list[CompiledTry](), limit
+    tries, best, least = MemoryTries.of(limit), None, 0
     while True:
-        made = make(compiled)
-        planned = [stage.peak_bytes_per_device for stage in compiled.plan.stages]
-        needs = made.peak_bytes()
-        taken = max(needs)
-        tries.append(CompiledTry(within, max(planned), taken))
-        if taken <= limit or len(tries) == MOST_TRIES:
-            break
-        share = min(p / needs[s.mesh] for p, s in zip(planned, compiled.plan.stages, strict=True))
-        within = min(int(share * limit), max(planned) - 1)
-        progress.report(
-            f"it needs {format_bytes(taken)} of a device: planning within {format_bytes(within)}"
-        )
+        made, failure = None, None
         try:
-            compiled = planner(within)
-        except MemoryLimitError:
+            made = make(compiled)
+        except jax.errors.JaxRuntimeError as error:  # TPUs' compiler fits it, or nothing
+            failure = error
+            if excess_of(str(error), limit) is None:
+                raise
+        sizes: list[int | None] = [None] * len(compiled.plan.stages)
+        sizes = sizes if made is None else made.peak_bytes()
+        found = tries.note(compiled.plan, sizes, str(failure or ""))
+        if made is not None and (found is None or tries.fits(found)):
+            if found is not None and len(tries.made) > 1:
+                name = f"XLA for {device.device_kind}"
+                confirmed = Confirmation("here", name, limit, tuple(tries.made))
+                made.plan = dataclasses.replace(made.plan, confirmed=confirmed)
+            return made
+        assert found is not None
+        if made is not None and (best is None or found.compiled_bytes < least):
+            best, least = made, found.compiled_bytes
+        again = None
+        if len(tries.made) < MOST_TRIES:
+            progress.report(
+                f"it needs {format_bytes(found.compiled_bytes)} of a device: planning within "
+                f"{format_bytes(tries.within)}"
+            )
+            again = _planned(planner, tries.within, has_other=best is not None)
+        if again is None:
             break
-    if len(tries) > 1:
-        found = Confirmation("here", f"XLA for {device.device_kind}", limit, tuple(tries))
-        made.plan = dataclasses.replace(made.plan, confirmed=found)
-    return made
+        compiled = again
+    if best is None:
+        assert failure is not None
+        raise failure
+    warn(
+        f"What was compiled may need more memory than the devices have: {format_bytes(least)}.",
+        where="autopar.compile",
+        why=f"a {device.device_kind} has {format_bytes(limit)} for programs, and no plan was found "
+        "that XLA fits into that.",
+        hint="use more devices, a smaller batch, remat='override' or offload='auto'.",
+    )
+    return best
+
+
+def _planned(planner: Callable[[int], Compiled], limit: int, has_other: bool) -> Compiled | None:
+    """A plan within so many bytes; None where there is none, or it is not waited for."""
+    try:
+        return planner(limit)
+    except AutoparError:
+        return None
+    except KeyboardInterrupt:
+        if not has_other:
+            raise
+        return None

@@ -47,8 +47,8 @@ def _compiled_peak(
     return peak
 
 
-def memory_of_pieces(program: PipelineProgram, compiled: Any) -> dict[Key, ProgramMemory]:
-    """What the compiler says of a loaded step's pieces.
+def memory_of_pieces(program: PipelineProgram, compiled: Any) -> dict[Key, ProgramMemory | None]:
+    """What the compiler says of a loaded step's pieces; None where it says nothing.
 
     Args:
       program: what its meshes run.
@@ -59,4 +59,5 @@ def memory_of_pieces(program: PipelineProgram, compiled: Any) -> dict[Key, Progr
     else:
         names = dict.fromkeys(x.piece for x in program.meshes[0] if isinstance(x, Run))
         programs = dict.fromkeys(variants_of(program, names), compiled)
-    return {key: ProgramMemory.of(x.memory_analysis()) for key, x in programs.items()}
+    said = {key: x.memory_analysis() for key, x in programs.items()}
+    return {key: ProgramMemory.of(x) if x else None for key, x in said.items()}

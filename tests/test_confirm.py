@@ -16,6 +16,7 @@ from autopar.base.compiled_records import ProgramFinding, ProgramMemory
 from autopar.base.confirmation import CompiledTry, Confirmation
 from autopar.base.errors import AutoparWarning, MemoryLimitError, OptionError
 from autopar.base.verification_records import PieceCheck, StageCheck
+from autopar.executable import Executable
 from autopar.report.verification_report import Verification
 from autopar.runtime.verification import checking
 from autopar.runtime.verification.targets import target_for
@@ -45,6 +46,10 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def planned(**options: Any) -> autopar.Plan:
     return autopar.plan(step, WEIGHTS, ROWS, **{**ASKED, "memory_limit": LIMIT, **options})
+
+
+def taken(made: autopar.Executable) -> list[int]:
+    return [size for size in made.peak_bytes() if size is not None]
 
 
 class Claims:
@@ -130,20 +135,87 @@ def test_what_does_not_fit_the_devices_here_is_planned_again(
     wanted, loss = jax.jit(step)(state, rows)
     plain = autopar.compile(step, state, rows, cluster=cluster, **asked)
     assert plain.plan.confirmed is None, "virtual devices of a CPU share its memory"
-    most = max(plain.peak_bytes())
+    most = max(taken(plain))
     assert most > limit
     monkeypatch.setattr(building, "is_limited", lambda device: True)
     made = autopar.compile(step, state, rows, cluster=cluster, **asked)
     found = made.plan.confirmed
     assert found is not None and found.target == "here"
     assert found.tries[0].compiled_bytes == most
-    assert max(made.peak_bytes()) == found.compiled_bytes <= limit
+    assert max(taken(made)) == found.compiled_bytes <= limit
     assert found.tries[-1].planned_bytes < found.tries[0].planned_bytes
     assert made.plan.options == plain.plan.options
     new, own_loss = made(state, rows)
     assert jnp.allclose(own_loss, loss) and jax.tree.all(jax.tree.map(jnp.allclose, new, wanted))
     enough = autopar.compile(step, new, rows, cluster=cluster, method="data", stages=stages)
     assert enough.plan.confirmed is None
+
+
+def here(monkeypatch: pytest.MonkeyPatch, sizes: list[int | None]) -> autopar.Executable:
+    """Compiled for devices whose compiler says such sizes one after the other; None: it fails."""
+    load = Executable.__init__
+    left = list(sizes)
+
+    def said(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.says = left.pop(0)
+        if self.says is None:
+            words = "RESOURCE_EXHAUSTED: Used 1.1M of 1.0M hbm. Exceeded hbm capacity by 64.0K."
+            raise jax.errors.JaxRuntimeError(words)
+        load(self, *args, **kwargs)
+
+    monkeypatch.setattr(building, "is_limited", lambda device: True)
+    monkeypatch.setattr(Executable, "__init__", said)
+    monkeypatch.setattr(Executable, "peak_bytes", lambda self: [self.says])
+    state, rows = [jnp.ones((64, 64))] * 4, jnp.ones((4096, 64))
+    cluster = autopar.Cluster.local(jax.devices()[:4])
+    asked: dict[str, Any] = {"method": "data", "stages": 1, "memory_limit": 1_050_000}
+    return autopar.compile(step, state, rows, cluster=cluster, **asked)
+
+
+def test_a_compiler_that_runs_out_of_memory_is_asked_for_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = here(monkeypatch, [None, 900_000]).plan.confirmed
+    assert found is not None and len(found.tries) == 2
+    assert found.tries[0].compiled_bytes == 1_050_000 + 2**16
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Exceeded hbm"):
+        here(monkeypatch, [None, None, None, None])
+
+
+def test_where_nothing_fits_what_needs_least_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(AutoparWarning, match="may need more memory than the devices have"):
+        made = here(monkeypatch, [1_060_000, 1_500_000, 1_500_000, 1_500_000])
+    assert made.peak_bytes() == [1_060_000] and made.plan.confirmed is None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryLimitError("No plan.")])
+def test_an_executable_survives_what_stops_planning_again(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    calls = []
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) > 1:
+            raise error
+        return plan_traced(*args, **kwargs)
+
+    plan_traced = building.plan_traced
+    monkeypatch.setattr(building, "plan_traced", once)
+    with pytest.warns(AutoparWarning, match="may need more memory"):
+        assert here(monkeypatch, [1_060_000]).peak_bytes() == [1_060_000]
+
+
+def test_a_plan_that_is_given_is_not_planned_again(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"method": "data", "stages": 1, "microbatches": 1}
+    plan = autopar.plan(step, WEIGHTS, ROWS, **asked)
+    with pytest.raises(OptionError, match="confirm='cpu' is not possible with plan="):
+        autopar.compile(step, WEIGHTS, ROWS, plan=plan, confirm="cpu", **asked)
+    found = Confirmation("cpu", "XLA", LIMIT, (CompiledTry(LIMIT, 1, 1),))
+    file = tmp_path / "plan.json"
+    dataclasses.replace(plan, confirmed=found).save(file)
+    made = autopar.compile(step, WEIGHTS, ROWS, plan=file, confirm=True, **asked)
+    assert made.plan.confirmed == found
 
 
 @pytest.mark.parametrize("claims", [(1.0,)], indirect=True)
@@ -191,7 +263,7 @@ def test_it_ends(claims: Claims) -> None:
 
 @pytest.mark.parametrize("claims", [(9.0, 9.0, 9.0, 9.0, 9.0)], indirect=True)
 def test_a_compiler_that_fits_nothing(claims: Claims) -> None:
-    with pytest.raises(MemoryLimitError, match="when it is compiled") as error:
+    with pytest.raises(MemoryLimitError, match="when compiled") as error:
         planned(confirm="cpu")
     assert "memory_limit" not in (error.value.hint or "")
     assert error.value.least_bytes == min(
