@@ -30,7 +30,7 @@ from autopar.passes.planner.stage_choice import (
     best_stages,
 )
 from autopar.passes.planner.stage_clock import StageWork, step_seconds
-from autopar.passes.planner.stage_costs import UnitCost, Way, equal_runs
+from autopar.passes.planner.stage_costs import Way, equal_runs
 from autopar.passes.planner.stage_options import RangeTotals, StageTransfers
 
 # Of many units, stages that are alike are taken where they are about as good: they are planned
@@ -67,7 +67,6 @@ class StageSearch:
       schedules: by which the stages may be run.
       meshes: the logical mesh of each of the ways.
       known: what stages of some ways cost, shared by searches of the same units.
-      told: what all units take at the least on sizes of submesh for which there are no ways.
     """
 
     starts: tuple[int, ...]
@@ -81,7 +80,6 @@ class StageSearch:
     schedules: tuple[str, ...] = ("1f1b",)
     meshes: Mapping[int, Sequence[tuple[int, ...]]] = field(default_factory=dict)
     known: dict[OptionsKey, StageOptions] = field(default_factory=dict, compare=False, repr=False)
-    told: Mapping[int, Sequence[UnitCost]] = field(default_factory=dict)
 
     def within(self, limit: int, at_most: float = math.inf) -> tuple[StageLayout, float] | None:
         """The stages with the least step time that fit, and that time; None where none do.

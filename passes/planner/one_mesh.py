@@ -243,10 +243,9 @@ def worth_pricing(
     """The numbers of microbatches with which one mesh may do, by what layers cost on submeshes.
 
     The devices of a larger mesh together take no less time than those of a part of it, which send
-    each other less. So what layers take with any memory on a large submesh is a bound, scaled to
-    the rows of a microbatch; on the largest ones as far as it was looked at. And all devices
-    together keep the activations of a microbatch, and hold about as much as those of smaller
-    meshes; the whole batch at once needs no sums beside.
+    each other less. So what layers take with any memory on the largest submesh is a bound, scaled
+    to the rows of a microbatch. And all devices together keep the activations of a microbatch, and
+    hold about as much as those of smaller meshes; the whole batch at once needs no sums beside.
 
     Args:
       counts: numbers of microbatches.
@@ -260,20 +259,16 @@ def worth_pricing(
     if not totals:
         return [*counts]
     largest = max(totals)
-    large = {largest: totals[largest], **stages.told}
     left = list[int]()
     for count in counts:
         rows = stages.num_microbatches / count
-        scaled = {size: [x.with_rows(rows) for x in known] for size, known in large.items()}
-        least = max(
-            size / devices * min(count * total.seconds + total.once_seconds for total in costs)
-            for size, costs in scaled.items()
-        )
+        costs = [total.with_rows(rows) for total in totals[largest]]
+        least = min(count * total.seconds + total.once_seconds for total in costs)
         parts = [(size, total.with_rows(rows)) for size, ways in totals.items() for total in ways]
         kept = min(size * total.bytes_per_microbatch for size, total in parts)
         needed = min(size * total.bytes_for_one for size, total in parts) if count > 1 else 0
         fits = max(state + KEPT_AT_LEAST * kept, NEEDED_AT_LEAST * needed) <= limit * devices
-        if fits and least <= _longest(count, best_seconds):
+        if fits and least * largest / devices <= _longest(count, best_seconds):
             left.append(count)
     return left
 

@@ -64,7 +64,7 @@ class UnitCost(NamedTuple):
             once_seconds=times * self.once_seconds,
         )
 
-    def shared_by(self, devices: float) -> UnitCost:
+    def shared_by(self, devices: int) -> UnitCost:
         """The time on so many devices that share what one does; no memory."""
         return NOTHING._replace(
             seconds=self.seconds / devices,

@@ -160,8 +160,7 @@ def price_stages(
     if free and seconds(free) * HARDLY_LESS < best:  # together
         for size in free:
             price(size)
-    told = costs.told([size for size, ways in priced.items() if ways])
-    return dataclasses.replace(made(), told=told)
+    return made()
 
 
 def _hopeful_first(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
@@ -196,18 +196,17 @@ class UnitCosts:
         """What a step takes where units are shared out evenly among stages of so many devices."""
         return evenly(total, self._cluster.num_devices / size, self._num_microbatches)
 
-    def least_totals(self, size: int, like: int = 1, known: bool = True) -> list[UnitCost]:
+    def least_totals(self, size: int, *, known: bool = True) -> list[UnitCost]:
         """What all units take at the least in one of the ways to run them on so many devices.
 
-        With any memory. More devices send more: together they take no less time than those that
-        they are `like`. Of the kind that computes most, what is `known` of quick meshes may tell.
+        With any memory. More devices send more: together they take no less time than one alone. Of
+        the kind that computes most, what is `known` of quick meshes may tell.
         """
-        there, part = self._begin(like), size / like
-        if not there.heaviest:
+        if not self._begin(1).heaviest:
             return [NOTHING]
-        ways = [*self._free_ways(like).ways.values()]
+        ways = [*self._free_ways(1).ways.values()]
         if not known:
-            return [joined(way).shared_by(part) for way in ways]
+            return [joined(way).shared_by(size) for way in ways]
         begun, heaviest = self._begin(size), self._heaviest
         plans = (begun.planned[mesh][heaviest] for mesh in begun.quickest())
         units = [self._time(heaviest, plan, begun.part).cost for plan in plans]
@@ -215,13 +214,7 @@ class UnitCosts:
         others = (joined(tuple(itertools.compress(way, is_other))) for way in ways)
         least = min(others, key=self._step_seconds)
         often = len(is_other) - sum(is_other)
-        return [unit.often(often).joined(least.shared_by(part)) for unit in units]
-
-    def told(self, priced: Collection[int]) -> dict[int, list[UnitCost]]:
-        """What all units take at the least on larger submeshes than were priced, if one was."""
-        like = max(priced, default=math.inf)
-        sizes = [size for size, begun in self._begun.items() if size > like and begun.heaviest]
-        return {size: self.least_totals(size, int(like)) for size in sizes}
+        return [unit.often(often).joined(least.shared_by(size)) for unit in units]
 
     def least_seconds(self, size: int) -> float:
         """What a step takes on so many devices with any memory; infinite if they hold no unit."""
