@@ -323,6 +323,8 @@ class UnitCosts:
 
     def _will_be_useless(self, size: int, mesh: Mesh) -> bool:
         """Whether all units surely are, as the kind that computes most tells."""
+        if not self._begin(1).heaviest:
+            return False
         total = self.least_totals(size)[self.quickest(size).index(mesh)]
         return self.is_useless(size, total)
 
