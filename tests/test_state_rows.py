@@ -12,6 +12,7 @@ import pytest
 from traced_steps import check
 
 import autopar
+from autopar.base.errors import BatchArgumentError
 from autopar.passes.trace.trace import trace
 
 VOCABULARY, WIDTH, LENGTH, LAYERS = 32, 16, 10, 2
@@ -199,3 +200,84 @@ def test_a_train_step_keeps_the_batch_of_its_data(step: Callable[..., Any]) -> N
     labels = check(trace(step, (state, jnp.ones((16, 6)), jnp.zeros(16, dtype))))
     axes = {p: x.batch_axis for p, x in labels.items() if x.batch_axis is not None}
     assert axes == {"x": 0, "y": 0}
+
+
+def mean_square(parameters: Any, x: Any, target: Any = 0.0) -> Any:
+    return jnp.mean((x @ parameters[0] + parameters[1] - target) ** 2)
+
+
+def one_layer(state: Any, x: Any) -> Any:
+    """Of one example: that sums no rows, and the loss, which would mix features, is not state."""
+    w, b, momentum = state
+    loss, (dw, db) = jax.value_and_grad(mean_square)((w, b), x)
+    return (w - 0.1 * dw, b - 0.1 * db, 0.9 * momentum + db), loss
+
+
+def one_layer_by_hand(state: Any, x: Any) -> Any:
+    w, b, momentum = state
+    error = (x @ w + b) / b.size
+    return (w - 0.1 * x.T @ error, b - 0.1 * error[0], 0.9 * momentum + error[0]), error.mean()
+
+
+def one_layer_in_a_loop(state: Any, x: Any) -> Any:
+    """What is differentiated is in a body."""
+    steps = jax.lax.fori_loop(0, 2, lambda _, own: one_layer(own, x)[0], state)
+    return steps, one_layer(state, x)[1]
+
+
+def one_layer_with_history(state: Any, x: Any) -> Any:
+    """Gradients are kept as caches keep tokens, each in a column."""
+    own, history, place = state
+    own, loss = one_layer(own, x)
+    history = jax.lax.dynamic_update_slice(history, own[2][:, None], (0, place))
+    return (own, history, place + 1), loss
+
+
+def holding_data(state: Any, mask: Any) -> Any:
+    w, b, x, target = state
+    loss, (dw, db) = jax.value_and_grad(mean_square)((w, b), x * mask, target)
+    return (w - 0.1 * dw, b - 0.1 * db, x, target), loss
+
+
+LAYER = jnp.ones((WIDTH, 8)), jnp.ones(8)
+ONE_LAYER = (*LAYER, jnp.zeros(8)), jnp.ones((1, WIDTH))
+TRAINED: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "one example": (one_layer, ONE_LAYER),
+    "by hand": (one_layer_by_hand, ONE_LAYER),
+    "with a history": (
+        one_layer_with_history,
+        ((ONE_LAYER[0], jnp.zeros((8, 5)), jnp.int32(0)), ONE_LAYER[1]),
+    ),
+    "in a loop": (one_layer_in_a_loop, ONE_LAYER),
+    "data in the state": (
+        holding_data,
+        ((*LAYER, jnp.ones((64, WIDTH)), jnp.ones((64, 8))), jnp.ones(WIDTH)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_features_of_parameters_are_no_rows(name: str) -> None:
+    step, arguments = TRAINED[name]
+    labels = check(trace(step, arguments))
+    assert not [p for p, x in labels.items() if x.role == "batch" and p.startswith("state")]
+    with pytest.raises(BatchArgumentError, match="cannot be divided"):
+        autopar.plan(step, *arguments, microbatches=3)
+
+
+def recurrent(state: Any, params: Any, frames: Any) -> Any:
+    """Caches of what comes in as numbers, without tokens."""
+    (k, v), place = state
+    k, v = (
+        jax.lax.dynamic_update_slice(old, (frames @ params[name])[:, None], (0, place, 0))
+        for name, old in (("k", k), ("v", v))
+    )
+    return ((k, v), place + 1), attend(frames, k, v, place)
+
+
+def test_caches_without_tokens_have_rows() -> None:
+    (cache, *_), params = start(8), parameters()["layers"]
+    weights = {name: params[name][0] for name in "kv"}
+    labels = check(trace(recurrent, ((cache[0], jnp.int32(0)), weights, jnp.ones((8, WIDTH)))))
+    axes = {p: x.batch_axis for p, x in labels.items() if x.batch_axis is not None}
+    assert axes == {"state[0][0]": 0, "state[0][1]": 0, "frames": 0}

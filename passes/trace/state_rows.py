@@ -3,6 +3,9 @@
 Beside such a state there are parameters, whose leading dimensions are features or what tokens look
 up (a vocabulary), and perhaps data with the same rows. A train step sums the rows of its data into
 the state; here every row of the new state comes from the same row of the old one.
+
+Features of parameters may look so too, where the loss is no part of the state. So nothing is said
+of a state that gradients lead to, and rows must be seen to decode (`_decodes`).
 """
 
 from __future__ import annotations
@@ -12,9 +15,18 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from autopar.passes.graph.graph import eliminate_dead_code, variables
+from autopar.passes.graph.graph import (
+    Atom,
+    eliminate_dead_code,
+    inner_jaxprs,
+    made_from,
+    variables,
+    walk,
+)
+from autopar.passes.graph.name_stacks import pass_of
+from autopar.passes.graph.primitives import SCATTERS
 from autopar.passes.trace.batch_guess import (
     DimensionLoops,
     Leaf,
@@ -31,8 +43,8 @@ def rows_of_state(
 ) -> tuple[dict[int, int] | None, frozenset[int]]:
     """The batch dimension of every leaf that has one, if the state's rows are the batch.
 
-    They are a loop that leads some leaf, that half of the state's leaves have, and that nothing on
-    the way to the new state sums over, shifts, or compares with itself.
+    They are a loop that leads some leaf, that half of the state's leaves have, that nothing on the
+    way to the new state sums over, shifts, or compares with itself, and whose rows decode.
 
     Args:
       jaxpr: the flat program.
@@ -48,7 +60,10 @@ def rows_of_state(
     is_empty = any(0 in leaf.shape for leaf in leaves)
     if not leaves or is_empty or not _may_have_rows(list(held.values()), leaves):
         return NOTHING
-    path = eliminate_dead_code(jaxpr.replace(outvars=[jaxpr.outvars[o] for o in updates.values()]))
+    state = [jaxpr.outvars[output] for output in updates.values()]
+    if _is_derived(jaxpr, state):
+        return NOTHING
+    path = eliminate_dead_code(jaxpr.replace(outvars=state))
     loops = DimensionLoops.of(path)
     mixed = {loops.loop(dim) for dim in loops.reduced | loops.scanned | loops.placed}
     mixed |= meet_themselves(path, loops)
@@ -70,6 +85,8 @@ def rows_of_state(
     rows = _main([[x for x in own_dims if x in first] for own_dims in own.values()])
     if rows is None or all(own_dims[0] == rows for own_dims in others.values()):
         return None, parameters
+    if not _decodes(path, loops, rows, list(own | others)):
+        return None, parameters
     batch = {i: own_dims.index(rows) for i, own_dims in own.items() if rows in own_dims}
     batch |= {i: axes[i] for i, own_dims in others.items() if own_dims[0] == rows}
     return batch, parameters
@@ -89,6 +106,46 @@ def _may_have_rows(shapes: Sequence[tuple[int, ...]], leaves: Sequence[Leaf]) ->
     counts = Counter(size for shape in shapes for size in set(shape))
     leading = {shape[0] for shape in (*shapes, *(leaf.shape for leaf in leaves))}
     return any(2 * counts[size] >= len(shapes) for size in leading)
+
+
+def _is_derived(jaxpr: Jaxpr, results: Sequence[Atom]) -> bool:
+    """Whether these results are made of what is differentiated, as a train step's new state is."""
+    # The last first: these are the uses of gradients, and soon their backward pass.
+    used = (jaxpr.eqns[i] for i in sorted(made_from(jaxpr.eqns, results), reverse=True))
+    every = (x for eqn in used for x in (eqn, *(y for j in inner_jaxprs(eqn) for y in walk(j))))
+    return any(pass_of(str(eqn.source_info.name_stack)) for eqn in every)
+
+
+def _decodes(path: Jaxpr, loops: DimensionLoops, rows: Hashable, inputs: Sequence[int]) -> bool:
+    """Whether each of these rows looks something up by its number, or is written at some place.
+
+    Tokens do the one and caches the other; parameters, moments and data do neither.
+    """
+    if any(
+        loop_at(path, loops, i, 0) == rows
+        for i in inputs
+        if jnp.issubdtype(path.invars[i].aval.dtype, jnp.integer)
+    ) and any(
+        rows in {loops.loop(row) for row in dims} and loops.loop(dim) != rows
+        for dim, _, dims in loops.lookups
+    ):
+        return True
+    return any(_writes_into(eqn, loops, rows) for eqn in walk(path))
+
+
+def _writes_into(eqn: JaxprEqn, loops: DimensionLoops, rows: Hashable) -> bool:
+    """Whether an equation writes at some place of a dimension that comes after the rows."""
+    name = eqn.primitive.name
+    if name == "dynamic_update_slice":
+        shapes = zip(eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, strict=True)
+        written = {d for d, (size, part) in enumerate(shapes) if part < size}
+    elif name in SCATTERS:
+        written = set(eqn.params["dimension_numbers"].scatter_dims_to_operand_dims)
+    else:
+        return False
+    operand = eqn.invars[0]
+    own = [d for d in range(len(operand.aval.shape)) if loops.loop((operand, d)) == rows]
+    return bool(own) and any(d > own[0] for d in written)
 
 
 def _looked_up(
