@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from collections.abc import Callable
@@ -53,6 +54,68 @@ def dropping(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.einsum("bhqk,bkhd->bqhd", jnp.where(keep, weights / 0.9, 0), v)
 
 
+def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    return jnp.einsum("bqhd,bkhd->bhqk", q, k)
+
+
+def _mixed(weights: jax.Array, v: jax.Array) -> jax.Array:
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def scaled_by_head(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    scores = _scores(q, k) * v[0, 0, :, 0][None, :, None, None] + v[0, 0, 0, 0]
+    return _mixed(jax.nn.softmax(scores / jnp.sqrt(q.shape[-1]).astype(q.dtype)), v)
+
+
+def with_a_sink(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    scores = _scores(q, k).astype(jnp.float32)
+    largest = scores.max(-1, keepdims=True)
+    weights = jnp.exp(scores - largest)
+    weights = weights / (weights.sum(-1, keepdims=True) + jnp.exp(-largest))
+    return _mixed(weights.astype(v.dtype), v)
+
+
+def at_least_zero(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return _mixed(jax.nn.softmax(jnp.maximum(_scores(q, k), 0)), v)
+
+
+def gated(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    gates = jnp.arange(q.shape[1], dtype=q.dtype)[:, None] * v[0, :, 0, 0]
+    return _mixed(jax.nn.softmax(_scores(q, k) * gates), v)
+
+
+def zeroed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    mask = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))
+    return _mixed(jax.nn.softmax(jnp.where(mask, _scores(q, k), 0)), v)
+
+
+def squared(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    weights = jax.nn.softmax(_scores(q, k))
+    return _mixed(weights * weights, v)
+
+
+def with_a_loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    weights = jax.nn.softmax(_scores(q, k))
+    return _mixed(weights, v) + (weights.astype(jnp.float32) ** 2).mean().astype(v.dtype)
+
+
+def with_a_loss_of_sums(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    scores = _scores(q, k)
+    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+    sums = weights.sum(-1, keepdims=True)
+    return _mixed(weights / sums, v) + jnp.log(sums).mean()
+
+
+def biased(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return _mixed(jax.nn.softmax(_scores(q, k) + v[0, :, 0, 0]), v)
+
+
+def grouped(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    q = q.reshape(*q.shape[:2], 2, -1, q.shape[-1])
+    weights = jax.nn.softmax(jnp.einsum("bqghd,bkhd->bghqk", q, k[:, :, : q.shape[3]]))
+    return jnp.einsum("bghqk,bkhd->bqghd", weights, v[:, :, : q.shape[3]])
+
+
 def _line(fn: Callable[..., Any], words: str) -> str:
     """The line of a function that has these words, as a plan names it."""
     lines, first = inspect.getsourcelines(fn)
@@ -60,12 +123,12 @@ def _line(fn: Callable[..., Any], words: str) -> str:
     return f"{THIS_FILE}:{first + number}"
 
 
-def _step(attention: Attention, *, remat: bool = False) -> Callable[..., Any]:
+def _step(attention: Attention, *, remat: bool = False, depth: int = 64) -> Callable[..., Any]:
     """Of a small decoder of two layers, trained by SGD."""
 
     def block(x: jax.Array, layer: Shapes) -> jax.Array:
         q, k, v = (x @ layer[name] for name in "qkv")
-        apart = (*x.shape[:2], -1, 64)
+        apart = (*x.shape[:2], -1, depth)
         mixed = attention(q.reshape(apart), k.reshape(apart), v.reshape(apart))
         x = x + mixed.reshape(x.shape)
         return x + jax.nn.gelu(x @ layer["up"]) @ layer["down"]
@@ -213,7 +276,7 @@ def test_it_prints(plan: autopar.Plan) -> None:
     assert "Where the time goes" in html and _line(by_hand, "jax.nn.softmax") in html
 
 
-@pytest.mark.parametrize("attention", [by_hand, written_out, by_jax])
+@pytest.mark.parametrize("attention", [by_hand, written_out, by_jax, scaled_by_head, biased])
 def test_attention_that_writes_scores_is_told(attention: Attention) -> None:
     plan = _plan(_step(attention), _shapes())
     (advice,) = [x for x in plan.hot_lines.advice if x.about == "attention"]
@@ -222,13 +285,47 @@ def test_attention_that_writes_scores_is_told(attention: Attention) -> None:
     assert line.function == attention.__name__
     # The bound has what products read and write of scores, too; other lines stay as they are.
     least = advice.share * plan.hot_lines.seconds
-    attending = [x for x in plan.hot_lines.lines if x.function == attention.__name__]
+    functions = attention.__name__, "_scores", "_mixed"
+    attending = [x for x in plan.hot_lines.lines if x.function in functions]
     assert least < advice.bound_seconds < sum(x.seconds for x in attending)
 
 
-@pytest.mark.parametrize("attention", [capped, dropping])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        capped,
+        dropping,
+        with_a_sink,
+        at_least_zero,
+        gated,
+        zeroed,
+        squared,
+        with_a_loss,
+        with_a_loss_of_sums,
+    ],
+)
 def test_what_kernels_do_not_compute_is_no_attention(attention: Attention) -> None:
     assert "attention" not in _advice(_plan(_step(attention), _shapes()))
+
+
+def test_weights_that_a_scan_returns_are_no_attention() -> None:
+    def step(x: jax.Array, *, returned: bool) -> tuple[jax.Array, Any]:
+        def layer(x: jax.Array, _: None) -> tuple[jax.Array, jax.Array | None]:
+            weights = jax.nn.softmax(_scores(x, x))
+            return _mixed(weights, x), weights if returned else None
+
+        def loss(x: jax.Array) -> tuple[jax.Array, Any]:
+            x, weights = jax.lax.scan(layer, x, None, length=2)
+            return x.sum(), weights
+
+        return jax.value_and_grad(loss, has_aux=True)(x)[::-1]
+
+    x = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.float32)
+    found = [
+        len([*written_attention(jax.make_jaxpr(functools.partial(step, returned=it))(x).jaxpr)])
+        for it in (False, True)
+    ]
+    assert found == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -237,8 +334,9 @@ def test_what_kernels_do_not_compute_is_no_attention(attention: Attention) -> No
         (_shapes(dtype=jnp.float32), {}),  # cuDNN has none
         (_shapes(), {"cluster": "1xv100"}),
         (_shapes(64, 4096), {}),  # of a step, little
+        (_shapes(1023), {}),  # masks are biases, of which lengths must be even
     ],
-    ids=["float32", "before Ampere", "short rows"],
+    ids=["float32", "before Ampere", "short rows", "odd rows"],
 )
 def test_attention_is_not_told_where_nothing_follows(shapes: Any, options: Any) -> None:
     assert "attention" not in _advice(_plan(_step(by_hand), shapes, **options))
@@ -248,6 +346,20 @@ def test_tpus_have_another_kernel() -> None:
     plan = _plan(_step(by_hand), _shapes(), cluster="4 v5e", microbatches=1)
     (advice,) = [x for x in plan.hot_lines.advice if x.about == "attention"]
     assert "pallas" in advice.text and "cudnn" not in advice.text
+
+
+@pytest.mark.parametrize(
+    ("attention", "depth", "told"),
+    [(by_hand, 192, False), (by_hand, 256, True), (grouped, 64, False)],
+)
+def test_tpus_kernel_has_its_own_limits(attention: Attention, depth: int, told: bool) -> None:
+    step, shapes = _step(attention, depth=depth), _shapes(width=768)
+    plan = _plan(step, shapes, cluster="1 v5e", microbatches=1)
+    assert ("attention" in _advice(plan)) == told
+
+
+def test_gpus_kernel_has_grouped_heads() -> None:
+    assert "attention" in _advice(_plan(_step(grouped), _shapes()))
 
 
 def test_a_loss_and_its_gradient_are_no_attention() -> None:

@@ -49,8 +49,8 @@ AMPERE, HOPPER = 8, 9
 """Compute capabilities: from which on cuDNN has flash attention, and for deeper heads."""
 DEEPEST, DEEPEST_BEFORE_HOPPER = 256, 128
 NARROW = ("bfloat16", "float16")
-PALLAS_ROWS = 128
-"""Keys of which rows are multiples in JAX's flash attention for TPUs."""
+PALLAS_TILE = 128
+"""Of which rows, and deeper heads, are multiples in JAX's flash attention for TPUs."""
 Readers = Sequence[Instruction | None]
 
 
@@ -332,8 +332,12 @@ def _kernel(device: str, softmax: WrittenSoftmax) -> str:
     if softmax.values != softmax.depth:
         return ""
     if backend_of(device) == TPU:
-        return "pallas" if softmax.row % PALLAS_ROWS == 0 else ""
+        rows = softmax.row % PALLAS_TILE == 0 and softmax.queries % PALLAS_TILE == 0
+        deep = softmax.depth > PALLAS_TILE and softmax.depth % PALLAS_TILE
+        return "pallas" if rows and not deep and not softmax.is_grouped else ""
     capability = known_capability(device) if backend_of(device) == GPU else 0
     deepest = DEEPEST if capability >= HOPPER else DEEPEST_BEFORE_HOPPER
     fits = softmax.depth % 8 == 0 and softmax.depth <= deepest and softmax.dtype in NARROW
+    if softmax.masked and (softmax.row % 2 or softmax.queries % 2):
+        return ""  # a bias, as which masks are given, of an odd length cannot be trained
     return "cudnn" if capability >= AMPERE and fits else ""
