@@ -94,11 +94,15 @@ class StepLines(Record):
       attention: by hand, the lines that take longest first.
       checkpoint_seconds: of what is computed again, that which the program's own `jax.checkpoint`
         asks for.
+      undone_seconds: of these, those that `remat="override"` saves if it may keep everything.
+      undone_bytes: of a device, what it would keep for that.
     """
 
     lines: tuple[LineTime, ...]
     attention: tuple[WrittenAttention, ...] = ()
     checkpoint_seconds: float = 0.0
+    undone_seconds: float = 0.0
+    undone_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """As of any record, without `attention` where there is none."""

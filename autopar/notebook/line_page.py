@@ -5,13 +5,21 @@ from __future__ import annotations
 from autopar.base.line_times import LEAST_SHARE, MOST_LINES
 from autopar.base.units import format_seconds
 from autopar.notebook.page import Cell, attribute, bar, folded, key, page, table, text
-from autopar.report.hot_lines import KINDS, PASSES, HotLines, first_lines, line_name, shown_columns
+from autopar.report.hot_lines import (
+    KINDS,
+    PASSES,
+    HotLines,
+    first_lines,
+    line_name,
+    shown_columns,
+    why_no_lines,
+)
 from autopar.report.palette import APART
 
 
 def hot_lines_page(found: HotLines) -> str:
     """The page of a plan's lines."""
-    part = line_part(found, is_open=True) or "the plan does not say"
+    part = line_part(found, is_open=True) or why_no_lines(found)
     return page("A step by line", f"{format_seconds(found.step_seconds)}, estimated", part)
 
 

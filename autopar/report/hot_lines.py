@@ -21,6 +21,8 @@ from autopar.report.summaries import memory_limit
 
 WORTH_SAYING = 0.1
 """The share of a step from which on something is worth advice."""
+WORTH_KEEPING = 0.1
+"""The share of what a checkpoint does not keep, from which on keeping some of it is advised."""
 MOST_IN_PLAN = 5
 """Lines that stand among a plan's other tables."""
 _SHOWN = 0.0005  # of the step: 0.1%, rounded
@@ -63,12 +65,14 @@ class HotLines(Displayed):
       seconds: of all lines: what a device of the mesh that has most to do computes and moves.
       step_seconds: of a step, in which that device may wait for others.
       advice: what would make it shorter.
+      is_known: whether the plan says; files of older versions do not.
     """
 
     lines: tuple[LineTime, ...]
     seconds: float
     step_seconds: float
     advice: tuple[Advice, ...] = ()
+    is_known: bool = True
 
     page: ClassVar = ("line_page", "hot_lines_page")
 
@@ -98,7 +102,8 @@ def hot_lines(plan: PlanRecord) -> HotLines:
     """Those of a plan; none where its file is of a version that did not write them."""
     known = plan.lines or StepLines(())
     seconds = sum(line.seconds for line in known.lines)
-    found = HotLines(known.lines, seconds, plan.estimates.step_seconds)
+    is_known = plan.lines is not None
+    found = HotLines(known.lines, seconds, plan.estimates.step_seconds, is_known=is_known)
     return dataclasses.replace(found, advice=tuple(_advice(plan, known, found)))
 
 
@@ -144,7 +149,7 @@ def line_table(
 ) -> RenderableType:
     """A row for each line, or for the first alone and for all others."""
     if not found.lines:
-        return Text(f"{title}: the plan does not say.", "bold")
+        return Text(f"{title}: {why_no_lines(found)}.", "bold")
     shown = shown_columns(found, columns)
     unit, size = next((x for x in _UNITS if found.seconds >= x[1]), _UNITS[-1])
     right = ("share", unit, *shown)
@@ -163,6 +168,11 @@ def line_table(
         )
     notes = [*_waiting(found), *(NOTES[x] for x in shown if x in NOTES)]
     return captioned(table, "\n".join(notes)) if notes else table
+
+
+def why_no_lines(found: HotLines) -> str:
+    """What stands for them."""
+    return "nothing of a step takes any" if found.is_known else "the plan does not say"
 
 
 def first_lines(found: HotLines, most: int) -> Sequence[LineTime]:
@@ -219,11 +229,14 @@ def _attention(known: StepLines, found: HotLines) -> Iterator[Advice]:
 def _again(plan: PlanRecord, known: StepLines, found: HotLines) -> Iterator[Advice]:
     """What is computed again: by the program's `jax.checkpoint`, or because autopar chose so."""
     own, asked = known.checkpoint_seconds, plan.options.get("remat")
-    if asked != "override":
-        limit, peak = memory_limit(plan), plan.estimates.peak_bytes_per_device
-        free = f" ({format_bytes(max(limit - peak, 0))} of a device are free)" if limit else ""
-        how = f'as jax.checkpoint asks. remat="override" keeps what fits{free}: '
-        yield from _computed_again(own, how, found)
+    limit, peak = memory_limit(plan), plan.estimates.peak_bytes_per_device
+    free, kept = max(limit - peak, 0) if limit else None, known.undone_bytes
+    if asked != "override" and (free is None or free >= WORTH_KEEPING * kept):
+        what = "keeps it" if free is not None and free >= kept else "keeps some of it"
+        room = "" if free is None else f" of {format_bytes(free)} that are free on a device"
+        how = f'as jax.checkpoint asks. remat="override" {what}, for which it takes up to '
+        how += f"{format_bytes(min(kept, free or kept))}{room}: "
+        yield from _computed_again(known.undone_seconds, how, found)
     chosen = plan.recomputation is not None or any(
         stage.remat == "full" or stage.recomputation is not None for stage in plan.stages
     )

@@ -37,12 +37,14 @@ from autopar.passes.sharding.spmd_program import (
 class InstructionTime(NamedTuple):
     """What a step's runs of an instruction take: all of it, and of that what devices exchange.
 
-    It stands in a `block`; the `stack` is the name stack of the loops around it.
+    It stands in a `block`; the `stack` is the name stack of the loops around it. It runs so many
+    `times`.
     """
 
     instruction: Compute | Relayout
     block: Block
     stack: str
+    times: int
     seconds: float
     moving_seconds: float
 
@@ -89,7 +91,7 @@ class PieceCosts:
                 yield from self.each(longest, times, inside(stack, instruction.eqn))
             else:
                 taken = self._instruction(instruction), self._moving(instruction)
-                yield InstructionTime(instruction, block, stack, *(times * x for x in taken))
+                yield InstructionTime(instruction, block, stack, times, *(times * x for x in taken))
 
     def by_kind(self, block: Block) -> dict[str, float]:
         """Seconds of one run of a block: "products", "collectives", and the "rest"."""

@@ -32,6 +32,7 @@ from autopar.passes.graph.name_stacks import pass_of
 from autopar.passes.graph.primitives import KERNELS, PRODUCTS
 from autopar.passes.pieces.piece_costs import InstructionTime, PieceCosts, inside
 from autopar.passes.planner.candidates import PlannedStep
+from autopar.passes.planner.undone_checkpoints import undone_shares
 from autopar.passes.primitives.written_attention import WrittenSoftmax, written_attention
 from autopar.passes.sharding.compiler_rules import GPU, TPU, backend_of
 from autopar.passes.sharding.spmd_program import (
@@ -42,6 +43,7 @@ from autopar.passes.sharding.spmd_program import (
     Loop,
     Relayout,
     ShardedValue,
+    part_bytes,
     readers_of,
 )
 
@@ -49,13 +51,13 @@ AMPERE, HOPPER = 8, 9
 """Compute capabilities: from which on cuDNN has flash attention, and for deeper heads."""
 DEEPEST, DEEPEST_BEFORE_HOPPER = 256, 128
 NARROW = ("bfloat16", "float16")
-PALLAS_ROWS = 128
-"""Keys of which rows are multiples in JAX's flash attention for TPUs."""
+PALLAS_TILE = 128
+"""Of which rows, and deeper heads, are multiples in JAX's flash attention for TPUs."""
 Readers = Sequence[Instruction | None]
 
 
 class UserLine(NamedTuple):
-    """A line of the user's code: the file's base name, the line, and the function; or no line."""
+    """A line of the user's code: the file, the line, and the function; or no line."""
 
     file: str = ""
     line: int = 0
@@ -63,8 +65,8 @@ class UserLine(NamedTuple):
 
     @property
     def source(self) -> str:
-        """`file.py:12`, or ""."""
-        return f"{self.file}:{self.line}" if self.file else ""
+        """`file.py:12`, or ""; a plan must not depend on where files lie."""
+        return f"{os.path.basename(self.file)}:{self.line}" if self.file else ""
 
 
 @dataclass
@@ -89,34 +91,59 @@ def step_lines(
       chosen: the planned step.
       mesh: the number of the mesh.
       cluster: all devices.
-      compute_seconds: what the plan expects that a device of it computes in a step: the lines
-        share it out in proportion to their prices. (Of what is hidden beside computation, and of
-        what the integer program priced otherwise, they do not know.)
-      communication_seconds: and what it communicates.
+      compute_seconds: what the plan expects that a device of it computes in a step. What
+        instructions do not take of it, because the integer program priced several of them together
+        or one of them otherwise, is no line's.
+      communication_seconds: and what it communicates. Where some of it is hidden beside
+        computation, lines take so much less.
     """
     run = _Mesh(chosen, mesh, cluster)
     times = [*run.timed()]
-    moving = sum(x.moving for x in times)
-    priced = sum(x.seconds for x in times) - moving, moving
-    computing, moving = (
-        wanted / own if own else 0.0
-        for wanted, own in zip((compute_seconds, communication_seconds), priced, strict=True)
-    )
+    moved = sum(x.moving for x in times)
+    computed = sum(x.seconds for x in times) - moved
+    wanted = (compute_seconds, computed), (communication_seconds, moved)
+    computing, moving = (_scale(whole, own) for whole, own in wanted)
     known: dict[UserLine, _Times] = defaultdict(_Times)
     for x in times:
-        own, moved = known[x.place], moving * x.moving
-        computed = computing * (x.seconds - x.moving)
-        own.by_kind["product" if x.is_product else "memory"] += computed
-        own.by_kind["communication"] += moved
-        own.by_pass[x.when] += computed + moved
-        own.by_operation[x.operation] += computed + moved
-    if not priced[0]:
-        known[UserLine()].by_kind["memory"] += compute_seconds
-    if not priced[1]:
-        known[UserLine()].by_kind["communication"] += communication_seconds
+        own, took = known[x.place], (computing * (x.seconds - x.moving), moving * x.moving)
+        own.by_kind["product" if x.is_product else "memory"] += took[0]
+        own.by_kind["communication"] += took[1]
+        own.by_pass[x.when] += sum(took)
+        own.by_operation[x.operation] += sum(took)
+    rest = known[UserLine()].by_kind
+    rest["memory"] += compute_seconds - computing * computed if computing == 1 else 0.0
+    rest["communication"] += communication_seconds - moving * moved if moving == 1 else 0.0
     attention = _attention(chosen, cluster, times, run.costs, computing)
     checkpointed = sum(own.by_pass["checkpoint"] for own in known.values())
-    return StepLines(_longest(known), tuple(attention), checkpointed)
+    undone = _undone(chosen, times, computing) if checkpointed else (0.0, 0)
+    return StepLines(_longest(known), tuple(attention), checkpointed, *undone)
+
+
+def _scale(whole: float, own: float) -> float:
+    """What makes instructions take as long as all of it, if they take longer (or are rounded)."""
+    return whole / own if own and whole < (1 + 1e-6) * own else 1.0
+
+
+def _undone(chosen: PlannedStep, times: Sequence[_Timed], scale: float) -> tuple[float, int]:
+    """Of what the program's checkpoints compute again, the seconds that an override saves a step.
+
+    And the bytes of a device that it would keep instead, if it kept all that the backward pass
+    reads of it, as often as microbatches are in flight.
+    """
+    shares = undone_shares(chosen.split.graph, _line_and_name)
+    again = [x for x in times if x.when == "checkpoint" and isinstance(x.instruction, Compute)]
+    seconds = kept = 0.0
+    for x in again:
+        assert isinstance(x.instruction, Compute)
+        share = shares.get(_line_and_name(x.instruction.eqn), 0.0)
+        seconds, kept = seconds + share * x.seconds, kept + share * x.read_bytes
+    count = chosen.split.num_microbatches
+    in_flight = min(count, chosen.schedule.num_meshes)
+    return scale * seconds, int(kept * in_flight / count)
+
+
+def _line_and_name(eqn: JaxprEqn) -> tuple[UserLine, str]:
+    return place_of(eqn), str(eqn.primitive.name)
 
 
 def _longest(known: Mapping[UserLine, _Times]) -> tuple[LineTime, ...]:
@@ -144,7 +171,10 @@ def _line(place: UserLine, own: _Times) -> LineTime:
 
 
 class _Timed(NamedTuple):
-    """What an instruction takes in a step, and of that what devices exchange; where, and when."""
+    """What an instruction takes in a step, and of that what devices exchange; where, and when.
+
+    `read_bytes` are those of a device that others read of what a checkpoint computes again.
+    """
 
     instruction: Compute | Relayout
     stage: int
@@ -152,6 +182,7 @@ class _Timed(NamedTuple):
     when: str
     seconds: float
     moving: float
+    read_bytes: int = 0
 
     @property
     def is_product(self) -> bool:
@@ -196,7 +227,9 @@ class _Mesh:
                 place, when = self._place(x)
                 if key in seen and isinstance(x.instruction, Compute) and when in ("", "forward"):
                     when = "again"
-                yield _Timed(x.instruction, piece.stage, place, when, x.seconds, x.moving_seconds)
+                read = self._read_bytes(x, piece.stage) if when == "checkpoint" else 0
+                taken = x.seconds, x.moving_seconds
+                yield _Timed(x.instruction, piece.stage, place, when, *taken, read)
             seen |= own
 
     def _place(self, x: InstructionTime) -> tuple[UserLine, str]:
@@ -210,15 +243,9 @@ class _Mesh:
         return (place, when) if reader is None else reader
 
     def _of_equation(self, eqn: JaxprEqn, stack: str) -> tuple[UserLine, str]:
-        """Of an equation that no line of the user's made: where its operands were made."""
-        known = self._places.get(id(eqn))
-        if known is None:
-            known = place_of(eqn), _pass(f"{stack}/{eqn.source_info.name_stack}")
-            if not known[0].file:
-                made = (self._makers.get(atom, _NOWHERE) for atom in variables(eqn.invars))
-                known = next((each for each in made if each[0].file), known)
-            self._places[id(eqn)] = known
-        return known
+        if id(eqn) not in self._places:
+            self._places[id(eqn)] = place_and_pass(eqn, stack, self._makers)
+        return self._places[id(eqn)]
 
     def _note(self, block: Block, stack: str) -> None:
         """Who makes what, in a block and in those inside of it."""
@@ -233,11 +260,25 @@ class _Mesh:
                     known[result] = self._makers.get(_key(inner.atom), known[result])
             self._makers.update((_key(v.atom), made) for v, made in known.items())
 
-    def _reader(self, block: Block, value: ShardedValue, stack: str) -> tuple[UserLine, str] | None:
-        """The first line that reads a value."""
+    def _read_bytes(self, x: InstructionTime, stage: int) -> int:
+        """Of a device, what others than checkpoints read of an instruction in a step."""
+        total = 0
+        for value in () if isinstance(x.instruction, Relayout) else x.instruction.results:
+            for reader in self._readers_of(x.block).get(value, ()):
+                own = isinstance(reader, Compute) and self._of_equation(reader.eqn, x.stack)[1]
+                if own != "checkpoint":
+                    total += x.times * part_bytes(value, self.chosen.planned[stage].mesh)
+                    break
+        return total
+
+    def _readers_of(self, block: Block) -> Mapping[ShardedValue, Readers]:
         if id(block) not in self._readers:
             self._readers[id(block)] = block, readers_of(block)
-        for x in self._readers[id(block)][1].get(value, ()):
+        return self._readers[id(block)][1]
+
+    def _reader(self, block: Block, value: ShardedValue, stack: str) -> tuple[UserLine, str] | None:
+        """The first line that reads a value."""
+        for x in self._readers_of(block).get(value, ()):
             found = None
             if isinstance(x, Compute):
                 found = self._of_equation(x.eqn, stack)
@@ -259,6 +300,22 @@ _NOWHERE = UserLine(), ""
 _pass = cache(pass_of)
 
 
+def place_and_pass(
+    eqn: JaxprEqn, stack: str, makers: Mapping[Atom, tuple[UserLine, str]]
+) -> tuple[UserLine, str]:
+    """The line and the pass of an equation inside of a name stack.
+
+    Of one that no line of the user's made, the line is where its operands were made, and the pass
+    is theirs if its own name has none.
+    """
+    place, when = place_of(eqn), _pass(f"{stack}/{eqn.source_info.name_stack}")
+    if place.file:
+        return place, when
+    made = (makers.get(atom, _NOWHERE) for atom in variables(eqn.invars))
+    its, earlier = next((each for each in made if each[0].file), (place, when))
+    return its, when or earlier
+
+
 def place_of(eqn: JaxprEqn) -> UserLine:
     """The user's line that made an equation."""
     frame = jax_compat.user_frame(eqn)
@@ -267,18 +324,18 @@ def place_of(eqn: JaxprEqn) -> UserLine:
 
 @cache
 def _short(frame: tuple[str, int, str]) -> UserLine:
-    """The line without the folders of its file: a plan must not depend on where files lie.
+    """The line, with a short name of its function.
 
     Of a local function the name alone, and of a comprehension (which some versions of Python call
     a function) or of a lambda that of the function around it.
 
     >>> _short(("/home/me/train.py", 12, "make.<locals>.step.<locals>.<genexpr>"))
-    UserLine(file='train.py', line=12, function='step')
+    UserLine(file='/home/me/train.py', line=12, function='step')
     """
     file, line, function = frame
     outer, *names = function.split(".<locals>.")
     named = [name for name in names if not name.startswith("<")]
-    return UserLine(os.path.basename(file), line, named[-1] if named else outer)
+    return UserLine(file, line, named[-1] if named else outer)
 
 
 def _key(atom: Atom) -> Atom | None:
@@ -332,8 +389,12 @@ def _kernel(device: str, softmax: WrittenSoftmax) -> str:
     if softmax.values != softmax.depth:
         return ""
     if backend_of(device) == TPU:
-        return "pallas" if softmax.row % PALLAS_ROWS == 0 else ""
+        rows = softmax.row % PALLAS_TILE == 0 and softmax.queries % PALLAS_TILE == 0
+        deep = softmax.depth > PALLAS_TILE and softmax.depth % PALLAS_TILE
+        return "pallas" if rows and not deep and not softmax.is_grouped else ""
     capability = known_capability(device) if backend_of(device) == GPU else 0
     deepest = DEEPEST if capability >= HOPPER else DEEPEST_BEFORE_HOPPER
     fits = softmax.depth % 8 == 0 and softmax.depth <= deepest and softmax.dtype in NARROW
+    if softmax.masked and (softmax.row % 2 or softmax.queries % 2):
+        return ""  # a bias, as which masks are given, of an odd length cannot be trained
     return "cudnn" if capability >= AMPERE and fits else ""

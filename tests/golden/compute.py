@@ -102,17 +102,21 @@ def _estimates(plan: autopar.Plan) -> Estimates:
         "step_seconds": plan.estimates.step_seconds,
         "peak_bytes": plan.estimates.peak_bytes_per_device,
         "flops": plan.estimates.flops,
-        "longest_line_seconds": _longest_line(plan),
+        **_of_lines(plan),
     }
     if plan.solver is not None:
         found["solver_cost"] = plan.solver.cost
     return {name: float(f"{value:.4g}") for name, value in found.items()}
 
 
-def _longest_line(plan: autopar.Plan) -> float:
-    """Seconds of the line that takes longest, of lines that together take what the plan expects."""
+def _of_lines(plan: autopar.Plan) -> Estimates:
+    """Seconds of the lines that are told, and of the longest; with the rest they are the plan's.
+
+    The rest is what the plan expects of no line, so lines that lose instructions take less.
+    """
     estimates, lines = plan.estimates, plan.hot_lines.lines
     expected = estimates.compute_seconds + estimates.communication_seconds
     together = sum(line.seconds for line in lines)
     assert math.isclose(together, expected, rel_tol=1e-9), f"{together} s of {expected}"
-    return max((line.seconds for line in lines if line.source), default=0.0)
+    told = [line.seconds for line in lines if line.source]
+    return {"longest_line_seconds": max(told, default=0.0), "line_seconds": sum(told)}
