@@ -376,6 +376,7 @@ def _summary(made: Plan) -> dict[str, Any]:
         "memory_limit_bytes": memory_limit(made),
         "gap": made.solver.gap if made.solver else None,
         "interrupted": made.interrupted,
+        "confirmed": str(made.confirmed or ""),
         "stages": [
             {
                 "mesh": stage.mesh,

@@ -151,6 +151,15 @@ def test_what_does_not_fit_the_devices_here_is_planned_again(
     assert enough.plan.confirmed is None
 
 
+def test_a_program_of_float64_is_confirmed() -> None:
+    with jax.enable_x64(True):
+        weights = [jax.ShapeDtypeStruct((64, 64), jnp.float64)] * 2
+        rows = jax.ShapeDtypeStruct((64, 64), jnp.float64)
+        asked: dict[str, Any] = {"method": "data", "microbatches": 1, "progress": False}
+        plan = autopar.plan(step, weights, rows, cluster="2xh100", confirm="cpu", **asked)
+    assert plan.confirmed is not None
+
+
 def here(monkeypatch: pytest.MonkeyPatch, sizes: list[int | None]) -> autopar.Executable:
     """Compiled for devices whose compiler says such sizes one after the other; None: it fails."""
     load = Executable.__init__

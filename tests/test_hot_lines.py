@@ -95,6 +95,14 @@ def squared(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return _mixed(weights * weights, v)
 
 
+def over_queries(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return _mixed(jax.nn.softmax(_scores(q, k), axis=-2), v)
+
+
+def turned_weights(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return _mixed(jax.nn.softmax(_scores(q, k)).swapaxes(-1, -2), v)
+
+
 def with_a_loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     weights = jax.nn.softmax(_scores(q, k))
     return _mixed(weights, v) + (weights.astype(jnp.float32) ** 2).mean().astype(v.dtype)
@@ -356,6 +364,8 @@ def test_attention_that_writes_scores_is_told(attention: Attention) -> None:
         gated,
         zeroed,
         squared,
+        over_queries,
+        turned_weights,
         with_a_loss,
         with_a_loss_of_sums,
     ],

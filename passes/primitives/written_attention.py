@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -52,6 +52,7 @@ class WrittenSoftmax:
       exponentials: of the scores less the largest of their rows.
       equations: all from the first product to the second.
       row: keys of a row.
+      axis: along which they are, of the scores; -1: along several.
       values: the depth of the values; 0 as long as no product reads the probabilities.
       masked: whether it has a mask or a bias.
       spoiled: whether something else is done with what it computes.
@@ -61,6 +62,7 @@ class WrittenSoftmax:
     exponentials: JaxprEqn | None = None
     equations: list[JaxprEqn] = field(default_factory=list)
     row: int = 0
+    axis: int = -1
     values: int = 0
     masked: bool = False
     spoiled: bool = False
@@ -140,7 +142,7 @@ class _Known:
 
     They are "scores", the "largest" of a row, scores that are "shifted" by that, "exponentials",
     the "sums" of those, or "probabilities". Of scores, `pair` are the dimensions of queries and
-    keys, or () if that is not known.
+    keys, of what is made of them that of keys alone; or () if that is not known.
     """
 
     softmax: WrittenSoftmax
@@ -214,23 +216,26 @@ class _SoftmaxScope:
             return _Known(own, kinds[0], _moved(eqn, pair)) if len(set(kinds)) == 1 else None
         match name, kinds:
             case "dot_general", _ if sorted(kinds) == ["", "probabilities"] and not own.values:
-                return self._mixed(eqn, kinds.index("probabilities"), own)
+                place = kinds.index("probabilities")
+                return self._mixed(eqn, place, own, there[place])
             case "reduce_max", ["scores"] if not own.row:
-                own.row = math.prod(eqn.invars[0].aval.shape[dim] for dim in eqn.params["axes"])
+                axes = eqn.params["axes"]
+                own.row = math.prod(eqn.invars[0].aval.shape[dim] for dim in axes)
+                own.axis = axes[0] if len(axes) == 1 else -1
                 return _Known(own, "largest")
             case "max", ["largest", ""] | ["", "largest"]:
                 bound = self._number(eqn.invars[kinds.index("")])
                 return _Known(own, "largest") if bound == -math.inf else None
             case "sub", ["scores", "largest"]:
-                return _Known(own, "shifted")
+                return _Known(own, "shifted", (own.axis,) if own.axis >= 0 else ())
             case "exp", ["shifted"] if own.exponentials is None:
                 own.exponentials = eqn
-                return _Known(own, "exponentials")
+                return replace(there[0], kind="exponentials") if there[0] else None
             case "reduce_sum", ["exponentials"]:
                 sizes = (eqn.invars[0].aval.shape[dim] for dim in eqn.params["axes"])
                 return _Known(own, "sums") if math.prod(sizes) == own.row else None
             case "div", ["exponentials", "sums"]:
-                return _Known(own, "probabilities")
+                return replace(there[0], kind="probabilities") if there[0] else None
         if "scores" in kinds and kinds.count("") == len(kinds) - 1 and not own.row:
             scores = there[kinds.index("scores")]
             if scores is not None and self._may_be_done(eqn, kinds, scores):
@@ -255,12 +260,14 @@ class _SoftmaxScope:
                 return bool(masked) and kinds[0] == "" and all(x < _MASKED for x in masked)
         return False
 
-    def _mixed(self, eqn: JaxprEqn, place: int, own: WrittenSoftmax) -> _Known | None:
-        """The product with values."""
+    def _mixed(
+        self, eqn: JaxprEqn, place: int, own: WrittenSoftmax, weights: _Known | None
+    ) -> _Known | None:
+        """The product with values, which sums over the keys."""
         summed, batch = eqn.params["dimension_numbers"]
         if not batch[0] or len(summed[0]) != 1:
             return None
-        if eqn.invars[place].aval.shape[summed[place][0]] != own.row:
+        if weights is None or tuple(summed[place]) != weights.pair:
             return None
         other = eqn.invars[1 - place].aval
         own.values = other.size // (

@@ -101,7 +101,7 @@ def verify_step(
         keys if step.plain is None else (*keys, PLAIN),
         target=target.name,
         compiler=target.compiler,
-        environment=target.environment(),
+        environment={**target.environment(), **_wide_types()},
         known=KnownFindings(folder),
         processes=processes or num_cores(),
         seconds=seconds,
@@ -124,6 +124,11 @@ def verify_step(
         planned_for=planned_for,
         plain=made.findings.get(PLAIN),
     )
+
+
+def _wide_types() -> dict[str, str]:
+    """What the environment of other processes must have, so that they have float64 as well."""
+    return {"JAX_ENABLE_X64": "1"} if jax.config.read("jax_enable_x64") else {}
 
 
 def _on_target(
