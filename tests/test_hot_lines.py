@@ -374,6 +374,13 @@ def test_what_kernels_do_not_compute_is_no_attention(attention: Attention) -> No
     assert "attention" not in _advice(_plan(_step(attention), _shapes()))
 
 
+def test_a_step_that_returns_a_number_has_lines() -> None:
+    def step(w: Any, x: jax.Array) -> tuple[Any, float]:
+        return {"w": w["w"] + x.sum(0)}, 3.0
+
+    assert _plan(step, ({"w": jnp.ones(8)}, jnp.ones((16, 8)))).hot_lines.lines
+
+
 def test_weights_that_a_scan_returns_are_no_attention() -> None:
     def step(x: jax.Array, *, returned: bool) -> tuple[jax.Array, Any]:
         def layer(x: jax.Array, _: None) -> tuple[jax.Array, jax.Array | None]:

@@ -56,7 +56,7 @@ class _EquationRules(Mapping[JaxprEqn, FactorRule]):
         return "\n".join(f"{eqn.primitive}: {rule}" for eqn, rule in self._rules.values())
 
 
-def populate(jaxprs: Jaxpr | Iterable[Jaxpr]) -> Rules:
+def populate(jaxprs: Jaxpr | Iterable[Jaxpr], *, warns: bool = True) -> Rules:
     """Find the rule of every equation, also inside scan, while and cond bodies.
 
     Control-flow equations have no rule: who walks them recurses. Rules are cached in the process
@@ -64,6 +64,7 @@ def populate(jaxprs: Jaxpr | Iterable[Jaxpr]) -> Rules:
 
     Args:
       jaxprs: a flat jaxpr (see `autopar.passes.graph.flatten`), or several.
+      warns: whether to warn; who only guesses leaves that to what is planned.
 
     Returns:
       A mapping from equations (by identity) to rules.
@@ -79,7 +80,7 @@ def populate(jaxprs: Jaxpr | Iterable[Jaxpr]) -> Rules:
             missing.setdefault(key, eqn)
     _CACHE.update(zip(missing, _new_rules(list(missing.items())), strict=True))
     warned: set[tuple[str, str]] = set()
-    for eqn, key in pairs:
+    for eqn, key in pairs if warns else ():
         if _CACHE[key] is not None or not any(map(shape_of, (*eqn.invars, *eqn.outvars))):
             continue  # of scalars, nothing could be cut
         name = eqn.primitive.name

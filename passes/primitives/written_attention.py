@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.barriers import is_barrier
-from autopar.passes.graph.graph import Atom, inner_jaxprs
+from autopar.passes.graph.graph import Atom, inner_jaxprs, variables
 from autopar.passes.graph.name_stacks import pass_of
 from autopar.passes.graph.primitives import CONTROL_FLOW
 
@@ -103,7 +103,7 @@ class WrittenSoftmax:
 
 def written_attention(jaxpr: Jaxpr) -> Iterator[WrittenSoftmax]:
     """All of a program, also inside of control flow, in order; not what is computed again."""
-    yield from _found(jaxpr, set(jaxpr.outvars), {})
+    yield from _found(jaxpr, {*variables(jaxpr.outvars)}, {})
 
 
 def _found(
@@ -129,7 +129,7 @@ def _found(
             alike = len(body.outvars) == len(eqn.outvars)
             pairs = zip(body.outvars, eqn.outvars, strict=True) if alike else ()
             inner = {own for own, result in pairs if isinstance(own, Var) and result in read}
-            inside = inner if alike else set(body.outvars)
+            inside = inner if alike else {*variables(body.outvars)}
             yield from _found(body, inside, {v: x for v, x in known.items() if x is not None})
 
 

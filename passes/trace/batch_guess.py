@@ -45,10 +45,10 @@ class DimensionLoops:
     lookups: list[tuple[Dim, Atom, list[Dim]]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, jaxpr: Jaxpr) -> DimensionLoops:
+    def of(cls, jaxpr: Jaxpr, *, warns: bool = True) -> DimensionLoops:
         """The loops of a flat program."""
         loops = cls()
-        loops._walk(jaxpr, populate(jaxpr))
+        loops._walk(jaxpr, populate(jaxpr, warns=warns))
         return loops
 
     def loop(self, dim: Hashable) -> Hashable:

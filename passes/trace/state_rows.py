@@ -64,7 +64,7 @@ def rows_of_state(
     if _is_derived(jaxpr, state):
         return NOTHING
     path = eliminate_dead_code(jaxpr.replace(outvars=state))
-    loops = DimensionLoops.of(path)
+    loops = DimensionLoops.of(path, warns=False)
     mixed = {loops.loop(dim) for dim in loops.reduced | loops.scanned | loops.placed}
     mixed |= meet_themselves(path, loops)
     axes, _ = leading_axes(path, loops, leaves)
