@@ -44,8 +44,7 @@ class Parallelized(Displayed, Requested, AroundStep):
 
     It is planned once for every signature: the structure of the arguments, shapes, dtypes, and
     static leaves; but a smaller batch follows the plan of a larger one, and other weak types that
-    known for the same shapes. Inside another JAX
-    transformation it is the plain function.
+    which is known for the same shapes. Inside another JAX transformation it is the plain function.
     """
 
     page = ("small_pages", "parallelized_page")

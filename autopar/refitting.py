@@ -17,6 +17,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.progress import Progress
 from autopar.base.units import format_bytes
 from autopar.base.user_code import warn
+from autopar.call_checks import tell_of_memory
 from autopar.memory_tries import MemoryTries, excess_of
 
 # What plans and compiles is imported when it is used: importing this module stays light.
@@ -79,36 +80,38 @@ def refitted(
         assert found is not None
         if made is not None and (best is None or found.compiled_bytes < least):
             best, least = made, found.compiled_bytes
-        again = None
+        again, why = None, f"none of {MOST_TRIES} plans fits by its compiler"
         if len(tries.made) < MOST_TRIES:
             progress.report(
                 f"it needs {format_bytes(found.compiled_bytes)} of a device: planning within "
                 f"{format_bytes(tries.within)}"
             )
-            again = _planned(planner, tries.within, has_other=best is not None)
+            again, why = _planned(planner, tries.within, has_other=best is not None)
         if again is None:
             break
         compiled = again
     if best is None:
         assert failure is not None
+        tell_of_memory(failure, "the step", compiled.plan.estimates.peak_bytes_per_device)
         raise failure
     warn(
         f"What was compiled may need more memory than the devices have: {format_bytes(least)}.",
         where="autopar.compile",
-        why=f"a {device.device_kind} has {format_bytes(limit)} for programs, and no plan was found "
-        "that XLA fits into that.",
+        why=f"a {device.device_kind} has {format_bytes(limit)} for programs; {why}.",
         hint="use more devices, a smaller batch, remat='override' or offload='auto'.",
     )
     return best
 
 
-def _planned(planner: Callable[[int], Compiled], limit: int, has_other: bool) -> Compiled | None:
-    """A plan within so many bytes; None where there is none, or it is not waited for."""
+def _planned(
+    planner: Callable[[int], Compiled], limit: int, has_other: bool
+) -> tuple[Compiled | None, str]:
+    """A plan within so many bytes; or none, and why: there is none, or it is not waited for."""
     try:
-        return planner(limit)
-    except AutoparError:
-        return None
+        return planner(limit), ""
+    except AutoparError as error:
+        return None, str(error.what).rstrip(".")
     except KeyboardInterrupt:
         if not has_other:
             raise
-        return None
+        return None, "planning within less was interrupted"

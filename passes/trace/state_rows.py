@@ -102,7 +102,7 @@ def _main(candidates: Sequence[Sequence[Hashable]]) -> Hashable | None:
 
 
 def _may_have_rows(shapes: Sequence[tuple[int, ...]], leaves: Sequence[Leaf]) -> bool:
-    """Whether some leading size is in half of the state's shapes: in most it is not."""
+    """Whether some leading size is in half of the state's shapes, as rows that it holds are."""
     counts = Counter(size for shape in shapes for size in set(shape))
     leading = {shape[0] for shape in (*shapes, *(leaf.shape for leaf in leaves))}
     return any(2 * counts[size] >= len(shapes) for size in leading)

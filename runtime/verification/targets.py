@@ -145,7 +145,7 @@ class Target:
         return list(topology.devices)[:num_devices]
 
 
-def target_named(name: Any) -> Target:
+def target_named(name: Any, where: str = "verify") -> Target:
     """The target of a name.
 
     Raises:
@@ -165,7 +165,7 @@ def target_named(name: Any) -> Target:
         if int(slice_of[3] or 0) > most:
             raise OptionError(
                 f"The target {name!r} has more memory than there is.",
-                where="verify",
+                where=where,
                 why=f"programs on a {slice_of[1]} have {most} MiB.",
                 hint=f"'tpu:{slice_of[1]}:{slice_of[2]}' has them all.",
             )
@@ -175,7 +175,7 @@ def target_named(name: Any) -> Target:
         hint = f"{' or '.join(repr(f'gpu:{gpu}') for gpu in gpus)}: XLA is told of no other GPU."
     raise OptionError(
         f"There is no target {name!r}.",
-        where="verify",
+        where=where,
         why=f"the targets are 'cpu', {', '.join(repr(f'gpu:{gpu}') for gpu in gpus)}, and slices "
         f"of TPUs such as 'tpu:v5e:2x4', 'tpu:v4:2x2x1' and 'tpu:v5p:2x2x1', which may have less "
         "memory than they come with ('tpu:v5e:2x4:4000MiB').",
@@ -190,7 +190,7 @@ def target_for(name: Any, cluster: Cluster) -> Target:
       OptionError: there is none of that name, or none with such devices.
     """
     if name is not True:
-        return target_named(name)
+        return target_named(name, where="confirm")
     if cluster.device.name.lower().startswith("cpu"):
         return target_named("cpu")
     kinds = {x: x for x in hardware.gpu_targets()["gpus"]} | TPUS
