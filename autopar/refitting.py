@@ -17,7 +17,6 @@ from autopar.base.errors import AutoparError
 from autopar.base.progress import Progress
 from autopar.base.units import format_bytes
 from autopar.base.user_code import warn
-from autopar.call_checks import tell_of_memory
 from autopar.memory_tries import MemoryTries, excess_of
 
 # What plans and compiles is imported when it is used: importing this module stays light.
@@ -91,6 +90,8 @@ def refitted(
             break
         compiled = again
     if best is None:
+        from autopar.call_checks import tell_of_memory
+
         assert failure is not None
         tell_of_memory(failure, "the step", compiled.plan.estimates.peak_bytes_per_device)
         raise failure

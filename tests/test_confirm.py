@@ -187,8 +187,9 @@ def test_a_compiler_that_runs_out_of_memory_is_asked_for_less(
     found = here(monkeypatch, [None, 900_000]).plan.confirmed
     assert found is not None and len(found.tries) == 2
     assert found.tries[0].compiled_bytes == 1_050_000 + 2**16
-    with pytest.raises(jax.errors.JaxRuntimeError, match="Exceeded hbm"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Exceeded hbm") as error:
         here(monkeypatch, [None, None, None, None])
+    assert "is planned to take" in "".join(error.value.__notes__)
 
 
 def test_where_nothing_fits_what_needs_least_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,8 +289,9 @@ def test_a_compiler_that_fails_leaves_the_plan(claims: Claims) -> None:
 
 
 def test_names_of_targets() -> None:
-    with pytest.raises(OptionError, match="gpu:h999"):
+    with pytest.raises(OptionError, match="gpu:h999") as error:
         planned(confirm="gpu:h999")
+    assert error.value.where == "confirm"
     with pytest.raises(OptionError, match="confirm=3"):
         planned(confirm=3)
     assert target_for(True, autopar.Cluster.named("2x8 h100")).name == "gpu:h100"
