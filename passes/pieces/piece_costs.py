@@ -202,8 +202,11 @@ class PieceCosts:
 
 @lru_cache(4096)  # layers have the same layouts
 def _parts(layouts: frozenset[Layout], mesh: tuple[int, ...]) -> int:
-    """In how many parts the work is divided of what lies so."""
-    return num_parts({axis for layout in layouts for axis in layout.used}, mesh)
+    """In how many parts the work is divided of what lies so.
+
+    Devices that hold partial sums of a value divide none of the work on it: each has all of it.
+    """
+    return num_parts({axis for layout in layouts for dim in layout.dims for axis in dim}, mesh)
 
 
 def inside(stack: str, eqn: JaxprEqn) -> str:
