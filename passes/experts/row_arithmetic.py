@@ -55,7 +55,7 @@ def evaluated(eqn: JaxprEqn, operands: Sequence[Any], lead: int, rows: int | Non
         if compute is None or len(ranks) > 1:
             return None
         pairs = zip(operands, eqn.invars, strict=True)
-        arrays = [np.asarray(x).astype(atom.aval.dtype) for x, atom in pairs]
+        arrays = [np.asarray(x).astype(atom.aval.dtype, copy=False) for x, atom in pairs]
         is_exact = all(x.dtype.kind in "bui" for x in arrays)
         if not is_exact and name not in _ANY_DTYPE:
             return None
@@ -64,7 +64,8 @@ def evaluated(eqn: JaxprEqn, operands: Sequence[Any], lead: int, rows: int | Non
         if len(arrays) > MOST_CASES:
             return None
         with np.errstate(over="ignore", divide="ignore"):  # as XLA wraps
-            return np.asarray(compute(*arrays)).astype(eqn.outvars[0].aval.dtype)
+            made = np.asarray(compute(*arrays))
+        return made.astype(eqn.outvars[0].aval.dtype, copy=False)
     value = np.asarray(operands[0])
     if name == "broadcast_in_dim":
         dims = [int(d) for d in eqn.params["broadcast_dimensions"]]
@@ -99,6 +100,13 @@ def _quotient(x: np.ndarray, y: np.ndarray) -> Any:
     return np.where(y == 0, -np.ones_like(exact), exact)
 
 
+def _selected(which: np.ndarray, *cases: np.ndarray) -> Any:
+    """One of the cases for each element; of two, as is usual, several times as fast."""
+    if which.dtype == bool and len(cases) == 2:
+        return np.where(which, cases[1], cases[0])
+    return np.choose(which.astype(np.intp), cases)
+
+
 MOST_CASES = 30
 """Of a selection, as NumPy has it."""
 
@@ -123,7 +131,7 @@ _COMPUTE: Mapping[str, Callable[..., Any]] = {
     "not": np.bitwise_not,
     "or": np.bitwise_or,
     "rem": lambda x, y: x - y * _quotient(x, y),
-    "select_n": lambda which, *cases: np.choose(which.astype(np.intp), cases),
+    "select_n": _selected,
     "sign": np.sign,
     "square": np.square,
     "stop_gradient": lambda x: x,
