@@ -78,7 +78,8 @@ class AutomaticStages:
         Those that are asked, else about four for each node, fewer, and more.
         """
         asked, sizes = self.search.options.microbatches, batch_sizes(self.search.graph)
-        if self.search.options.logical_mesh is not None or not sizes:
+        one_mesh = self.search.options.logical_mesh is not None
+        if one_mesh or not sizes or self.search.cluster.num_devices < 2:
             return []
         if asked != "auto":
             return [int(asked)]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from autopar.base.errors import OptionError
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_costs import UnitCost, Way
-from autopar.passes.slicing.stage_graphs import Stages
+from autopar.passes.planner.stage_labels import label_batch
+from autopar.passes.slicing.slice_stages import slice_stages
+from autopar.passes.slicing.stage_graphs import Layer, StageGraph, Stages
 
 MAX_UNITS = 64
 
@@ -64,8 +69,65 @@ def _longest_repetition(kinds: Sequence[object]) -> tuple[int, int, int]:
     return best
 
 
-def units_of(split: SplitStep, report: Callable[[str], None]) -> Stages | None:
-    """A step cut into units, a stage each; None where it cannot be cut.
+@dataclass(frozen=True)
+class Units:
+    """Runs of layers that the search for stages does not cut; `starts` are their first layers."""
+
+    layers: tuple[Layer, ...]
+    starts: tuple[int, ...]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The layers after them."""
+        return (*self.starts[1:], len(self.layers))
+
+    @cached_property
+    def runs(self) -> list[tuple[Layer, ...]]:
+        """The layers of each."""
+        return [self.layers[a:b] for a, b in zip(self.starts, self.ends, strict=True)]
+
+    @cached_property
+    def kinds(self) -> list[Kind]:
+        """The kind of each."""
+        return [tuple(layer.digest for layer in run) for run in self.runs]
+
+    @cached_property
+    def typical(self) -> dict[Kind, int]:
+        """For each kind the unit in the middle of those that are alike.
+
+        That has the backward pass of its own layers: where layers are cut inside of what is
+        computed again as a whole, the next unit has the backward pass of such a block, and the
+        second one that of the first one as well.
+        """
+        places = defaultdict[Kind, list[int]](list)
+        for place, kind in enumerate(self.kinds):
+            places[kind].append(place)
+        return {kind: found[len(found) // 2] for kind, found in places.items()}
+
+    def sliced(self, split: SplitStep) -> Stages:
+        """A stage of each."""
+        return split.cut_at(self.starts[1:])
+
+    def typical_graphs(self, split: SplitStep) -> dict[Kind, StageGraph]:
+        """The graph of the typical unit of each kind; others are not cut from each other."""
+        places = self.typical.values()
+        ends = {x for place in places for x in (self.starts[place], self.ends[place])}
+        boundaries = tuple(sorted(ends - {0, len(self.layers)}))
+        if boundaries == self.starts[1:]:
+            return self.graphs_of(self.sliced(split))
+        stages = slice_stages(split.step, split.rules, boundaries, known=split.layers)
+        graphs, begins = label_batch(stages), (0, *boundaries)
+        of_start = dict(zip(begins, graphs, strict=True))
+        return {kind: of_start[self.starts[place]] for kind, place in self.typical.items()}
+
+    def graphs_of(self, stages: Stages) -> dict[Kind, StageGraph]:
+        """The graph of the typical unit of each kind, of what `sliced` gives."""
+        graphs = label_batch(stages)
+        return {kind: graphs[place] for kind, place in self.typical.items()}
+
+
+def units_of(split: SplitStep) -> Units | None:
+    """The units of a step; None where it cannot be cut.
 
     What is computed again as a whole is not cut, if two units are left.
     """
@@ -79,20 +141,7 @@ def units_of(split: SplitStep, report: Callable[[str], None]) -> Stages | None:
     runs = itertools.pairwise((*blocks, len(layers)))
     kinds = [tuple(layer.digest for layer in layers[start:stop]) for start, stop in runs]
     starts = [blocks[block] for block in unit_starts(kinds)]
-    if len(starts) < 2:
-        return None
-    report(f"slicing into {len(starts)} layers")
-    return split.cut_at(tuple(starts[1:]))
-
-
-def typical(kinds: Sequence[Kind], kind: Kind) -> int:
-    """The unit in the middle of those that are alike: it has the backward pass of its own layers.
-
-    Where layers are cut inside of what is computed again as a whole, the next unit has the backward
-    pass of such a block, and the second one that of the first one as well.
-    """
-    places = [place for place, other in enumerate(kinds) if other == kind]
-    return places[len(places) // 2]
+    return Units(layers, tuple(starts)) if len(starts) > 1 else None
 
 
 class FinerUnits:
@@ -103,9 +152,9 @@ class FinerUnits:
     with another one keeps what it receives.
     """
 
-    def __init__(self, units: Stages) -> None:
-        self.layers = units.layers.layers
-        count, self._ends = len(self.layers), (0, *units.boundaries, len(units.layers))
+    def __init__(self, units: Units) -> None:
+        self.layers = units.layers
+        count, self._ends = len(self.layers), (*units.starts, len(units.layers))
         self.starts = list(range(count)) if count <= MAX_UNITS else [*self._ends[:-1]]
         self.crossing = [self.layers[end - 1].cut_bytes for end in (*self.starts[1:], count)]
         self.inside = [start > 0 and start not in self._ends for start in self.starts]

@@ -301,10 +301,12 @@ class LayoutSearch:
         if count not in self.known.one_mesh:
             found = None
             with contextlib.suppress(InexactMicrobatchError, BatchArgumentError):
-                units = units_of(self.split(count, is_pipeline=True), self.report)
+                split = self.split(count, is_pipeline=True)
+                units = units_of(split)
                 if units is not None:
                     self.report("costs of layers on one mesh")
-                    costs = UnitCosts(units, self.options, self.cluster, count)
+                    asked = self.options, self.cluster, count
+                    costs = UnitCosts(units, units.typical_graphs(split), *asked)
                     found = OneMeshCosts(costs, self.cluster.num_devices)
             self.known.one_mesh[count] = found
         return self.known.one_mesh[count]

@@ -71,38 +71,47 @@ class QuickerAgain:
         Returns:
           The seconds of the quickest step that fits so far, by computing again or elsewhere.
         """
-        if free.least_seconds <= MAY_BE_QUICKER * self.seconds:
-            self.look(count, free.mesh, free)
+        if free.least_seconds <= MAY_BE_QUICKER * self.seconds and (steps := self._steps(count)):
+            self.look(steps, free.mesh, free)
         return self.seconds
 
     def look_at(self, counts: Sequence[int], meshes: Sequence[tuple[int, ...]]) -> None:
         """Looks with numbers of microbatches with which nothing fits that keeps all.
 
         Args:
-          counts: ascending; where more of them take longer, the rest is passed over.
+          counts: ascending; where more of them take longer, the rest is passed over. So is what
+            cannot keep the rows that pass from layer to layer, as fewer microbatches tell.
           meshes: logical shapes, the first of which is taken with which the batch divides.
         """
+        room, passing = math.inf, 0
         for count in counts:
+            if passing / count > room:
+                continue
             before = self.seconds
             for mesh in meshes:
                 with contextlib.suppress(BatchArgumentError):
                     check_batch(self.graph, self.options.method, mesh, count)
-                    self.look(count, mesh)
+                    if steps := self._steps(count):
+                        room = self._room(math.prod(mesh))
+                        passing = steps.crossing_bytes * count
+                        self.look(steps, mesh)
                     break
             if before < math.inf and self.seconds >= before:
                 break
 
-    def look(self, count: int, mesh: tuple[int, ...], free: PlannedStage | None = None) -> None:
+    def look(
+        self, steps: RecomputedSteps, mesh: tuple[int, ...], free: PlannedStage | None = None
+    ) -> None:
         """Looks on a logical mesh; `free` is the plan that keeps all, where it is known."""
         limit = memory_limit_of(self.options, self.cluster)
-        steps = self._steps(count)
         part = submesh(self.cluster, math.prod(mesh))
-        if steps is None or self._least_bytes(steps) > limit * part.num_devices:
+        if steps.crossing_bytes > self._room(part.num_devices):
             return
         missing = part.num_devices * (free.peak.bytes - limit) if free else 0
         if steps.wanted_bytes < missing or not len(steps):
             return
-        self.report(f"{format_microbatches(count)}: {len(steps)} ways to compute values again")
+        count = format_microbatches(steps.split.num_microbatches)
+        self.report(f"{count}: {len(steps)} ways to compute values again")
         known: dict[int, PlannedStage] = {}
 
         @cache
@@ -151,7 +160,7 @@ class QuickerAgain:
         except (InexactMicrobatchError, BatchArgumentError, OptionError):
             return None
 
-    def _least_bytes(self, steps: RecomputedSteps) -> int:
-        """What all devices hold at the least: the state, and what crosses between layers."""
+    def _room(self, num_devices: int) -> int:
+        """What so many devices may hold beside the state, which they have in any case."""
         state = state_on_devices(self.graph, self.options, self.cluster)
-        return state + steps.crossing_bytes
+        return memory_limit_of(self.options, self.cluster) * num_devices - state

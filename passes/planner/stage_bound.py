@@ -31,14 +31,20 @@ class KnownElsewhere(NamedTuple):
         """The sizes of submesh that are worth pricing.
 
         Args:
-          sizes: all of them.
+          sizes: all of them, ascending.
           least: what `least` says of a size at the least; exactly, if it is below some seconds.
         """
         if math.isinf(self.seconds):
             return [*sizes]
-        found = {size: least(size, MIXED * self.seconds) for size in sizes}
-        most = MIXED * self.seconds if min(found.values()) < self.seconds else 0.0
-        return [size for size, seconds in found.items() if seconds < most]
+        if all(least(size, self.seconds) >= self.seconds for size in sizes):
+            return []
+        found, most = list[int](), MIXED * self.seconds
+        for size in sizes:
+            if least(size, most) < most:
+                found.append(size)
+            elif found:
+                break  # more devices send more
+        return found
 
     def longest(self, count: int, num_stages: int) -> float:
         """What stages may take at the most, each after the other for the first microbatch.

@@ -64,8 +64,8 @@ class UnitCost(NamedTuple):
             once_seconds=times * self.once_seconds,
         )
 
-    def shared_by(self, devices: int) -> UnitCost:
-        """The time on so many devices that share what one does; no memory."""
+    def shared_by(self, devices: float) -> UnitCost:
+        """The time on so many times the devices, which share what is done; no memory."""
         return NOTHING._replace(
             seconds=self.seconds / devices,
             forward_seconds=self.forward_seconds / devices,

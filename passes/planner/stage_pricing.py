@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -17,14 +17,14 @@ from autopar.base.cluster import Cluster
 from autopar.base.options import Options
 from autopar.passes.graph.casts_again import casts_again
 from autopar.passes.planner.auto_stages import OptionsKey, StageSearch
-from autopar.passes.planner.layer_units import FinerUnits, units_of
+from autopar.passes.planner.layer_units import FinerUnits, Kind, units_of
 from autopar.passes.planner.layouts import chunks_of
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_bound import NOTHING_ELSEWHERE, KnownElsewhere
 from autopar.passes.planner.stage_choice import StageOptions
 from autopar.passes.planner.stage_costs import Mesh, UnitCost, Way, with_halfway, without_memory
 from autopar.passes.planner.unit_costs import UnitCosts
-from autopar.passes.slicing.stage_graphs import Stages
+from autopar.passes.slicing.stage_graphs import StageGraph
 
 # Times what stages of fewer devices take that fit: larger submeshes on which units take longer with
 # any memory are not looked at further.
@@ -50,22 +50,31 @@ def price_stages(
       report: takes a line of progress.
       elsewhere: what stages have to be quicker than.
     """
-    units = units_of(split, report)
-    if units is None or cluster.num_devices < 2:
+    units = units_of(split)
+    if units is None:
         return None
-    finer, once = FinerUnits(units), Counter[tuple[int, int]]()
-    for link in units.links:
-        if not link.per_microbatch:
-            once[finer.first_of(link.source), finer.first_of(link.target)] += link.bytes
-    costs = UnitCosts(units, options, cluster, split.num_microbatches)
+    report(f"slicing into {len(units.starts)} layers")
+    nothing_known = math.isinf(elsewhere.seconds)  # then some stages are priced in any case
+    graphs = units.graphs_of(units.sliced(split)) if nothing_known else units.typical_graphs(split)
+    finer = FinerUnits(units)
+    costs = UnitCosts(units, graphs, options, cluster, split.num_microbatches)
+
+    @cache
+    def once() -> Sequence[tuple[tuple[int, int], int]]:
+        sent = Counter[tuple[int, int]]()
+        for link in units.sliced(split).links:
+            if not link.per_microbatch:
+                sent[finer.first_of(link.source), finer.first_of(link.target)] += link.bytes
+        return sorted(sent.items())
 
     @cache
     def again() -> _Casting:
-        return _casting_again(units)
+        return _Casting.of(graphs, units.kinds)
 
     @cache
     def casting() -> UnitCosts:
-        return UnitCosts(again().units, options, cluster, split.num_microbatches, costs)
+        own = again().graphs
+        return UnitCosts(units, own, options, cluster, split.num_microbatches, costs)
 
     priced, best = dict[int, list[tuple[Mesh, Way]]](), math.inf
     costed: dict[OptionsKey, StageOptions] = {}
@@ -84,7 +93,7 @@ def price_stages(
             starts=tuple(finer.starts),
             crossing=tuple(finer.crossing),
             inside=tuple(finer.inside),
-            once=tuple((*ends, size) for ends, size in sorted(once.items())),
+            once=tuple((*ends, size) for ends, size in once()) if priced else (),
             ways={size: [way for _, way in found] for size, found in ways.items()},
             num_microbatches=split.num_microbatches,
             cluster=cluster,
@@ -177,21 +186,24 @@ def _hopeful_first(
 
 
 class _Casting(NamedTuple):
-    """Units that cast parameters in every microbatch, and the bytes of copies that they spare.
+    """Typical units that cast parameters in every microbatch, and the bytes that all spare so.
 
     They are none where nothing is cast.
     """
 
-    units: Stages
+    graphs: dict[Kind, StageGraph]
     kept_bytes: int
 
-
-def _casting_again(units: Stages) -> _Casting:
-    again = [casts_again(unit.step) for unit in units.graphs]
-    pairs = zip(units.graphs, again, strict=True)
-    graphs = (unit if x is None else dataclasses.replace(unit, step=x.step) for unit, x in pairs)
-    kept = sum(x.kept_bytes for x in again if x is not None)
-    return _Casting(dataclasses.replace(units, graphs=tuple(graphs)), kept)
+    @classmethod
+    def of(cls, graphs: Mapping[Kind, StageGraph], kinds: Sequence[Kind]) -> _Casting:
+        """Of the typical units of each kind, and the kinds of all."""
+        found = {kind: (unit, casts_again(unit.step)) for kind, unit in graphs.items()}
+        made = {
+            kind: unit if again is None else dataclasses.replace(unit, step=again.step)
+            for kind, (unit, again) in found.items()
+        }
+        kept = {kind: again.kept_bytes if again else 0 for kind, (_, again) in found.items()}
+        return cls(made, sum(map(kept.__getitem__, kinds)))
 
 
 def _schedules(options: Options) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
 from autopar.passes.planner.free_ways import TOO_SLOW, FreeWays
-from autopar.passes.planner.layer_units import Kind, typical
+from autopar.passes.planner.layer_units import Kind, Units
 from autopar.passes.planner.layouts import logical_meshes, submesh
 from autopar.passes.planner.least_memory import state_on_devices
 from autopar.passes.planner.mesh_choice import stage_options
@@ -26,7 +26,6 @@ from autopar.passes.planner.stage_costs import (
     in_equal_stages,
     joined,
 )
-from autopar.passes.planner.stage_labels import label_batch
 from autopar.passes.planner.stage_shardings import MeshSearch, memory_limit_of
 from autopar.passes.planner.timed_unit import TimedUnit
 from autopar.passes.primitives.populate import populate
@@ -34,7 +33,7 @@ from autopar.passes.schedules.flight import ONE_IN_FLIGHT
 from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.memory_price import solve_at_price
 from autopar.passes.sharding.memory_rows import StageMemory, memory_rows
-from autopar.passes.slicing.stage_graphs import Stages
+from autopar.passes.slicing.stage_graphs import StageGraph
 
 # What all of a device's memory costs, in the time of a step with which the devices share the work:
 # where memory is short, plans are looked for that are smaller, though slower.
@@ -49,23 +48,22 @@ HOPELESSLY_SLOW = 4.0  # the same of half as many devices, on several nodes: not
 
 
 class UnitCosts:
-    """What units cost: those alike are planned once; on meshes that are quick for `alike` ones."""
+    """What units cost: those alike are planned once; on meshes that are quick for `alike` ones.
+
+    `graphs` has the graph of the typical unit of each kind.
+    """
 
     def __init__(
         self,
-        units: Stages,
+        units: Units,
+        graphs: Mapping[Kind, StageGraph],
         options: Options,
         cluster: Cluster,
         num_microbatches: int,
         alike: UnitCosts | None = None,
     ) -> None:
-        labelled = label_batch(units)
-        ends = (0, *units.boundaries, len(units.layers))
-        runs = [units.layers.layers[start:stop] for start, stop in itertools.pairwise(ends)]
-        kinds = [tuple(layer.digest for layer in run) for run in runs]
-        self.typical = {kind: typical(kinds, kind) for kind in dict.fromkeys(kinds)}
-        self._kinds, self._runs = kinds, runs
-        self._labelled, self._options, self._cluster = labelled, options, cluster
+        self.typical, self._kinds, self._runs = units.typical, units.kinds, units.runs
+        self._graphs, self._options, self._cluster = graphs, options, cluster
         self._num_microbatches = num_microbatches
         self.limit, self._alike = memory_limit_of(options, cluster), alike
         self._heaviest = max(self.typical, key=self._flops)
@@ -199,14 +197,16 @@ class UnitCosts:
     def least_totals(self, size: int, *, known: bool = True) -> list[UnitCost]:
         """What all units take at the least in one of the ways to run them on so many devices.
 
-        With any memory. More devices send more: together they take no less time than one alone. Of
-        the kind that computes most, what is `known` of quick meshes may tell.
+        With any memory. More devices send more: together they take no less time than one alone, or
+        than fewer of them. Of the kind that computes most, quick meshes may tell what is `known`.
         """
         if not self._begin(1).heaviest:
             return [NOTHING]
         ways = [*self._free_ways(1).ways.values()]
         if not known:
-            return [joined(way).shared_by(size) for way in ways]
+            fewer = max(x for x, y in self._begun.items() if x == 1 or (x < size and y.heaviest))
+            totals = self.least_totals(fewer) if fewer > 1 else map(joined, ways)
+            return [total.shared_by(size / fewer) for total in totals]
         begun, heaviest = self._begin(size), self._heaviest
         plans = (begun.planned[mesh][heaviest] for mesh in begun.quickest())
         units = [self._time(heaviest, plan, begun.part).cost for plan in plans]
@@ -255,8 +255,8 @@ class UnitCosts:
         part, options = submesh(self._cluster, size), self._options
         made = FreeWays(part, {}, {}, {}, {})
         held = (
-            state_on_devices(self._labelled[i].graph, options, self._cluster)
-            for i in self.typical.values()
+            state_on_devices(self._graphs[kind].graph, options, self._cluster)
+            for kind in self.typical
         )
         if min(held) > size * memory_limit_of(options, self._cluster):
             return made  # not even the smallest unit's state fits
@@ -353,7 +353,7 @@ class UnitCosts:
         return sum(layer.flops for run in own for layer in run)
 
     def _place(self, kind: Kind) -> PlaceInPipeline:
-        return PlaceInPipeline(self._labelled[self.typical[kind]], ONE_IN_FLIGHT)
+        return PlaceInPipeline(self._graphs[kind], ONE_IN_FLIGHT)
 
     def _search(self, place: PlaceInPipeline, mesh: Mesh, part: Cluster) -> MeshSearch:
         stage = place.graph
@@ -378,8 +378,8 @@ class UnitCosts:
     def _time(self, kind: Kind, planned: PlannedStage, part: Cluster) -> TimedUnit:
         """What the typical unit of a kind takes by a plan; what it needs takes longer to count."""
         if id(planned) not in self._known:
-            place = self.typical[kind]
-            found = TimedUnit.of(self._labelled[place], self._runs[place], planned, part)
+            run = self._runs[self.typical[kind]]
+            found = TimedUnit.of(self._graphs[kind], run, planned, part)
             self._known[id(planned)] = planned, found
         return self._known[id(planned)][1]
 

@@ -1,23 +1,20 @@
 """What blocks cost, shared out among the layers that they are made of."""
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
-from autopar.passes.planner.layer_units import FinerUnits
+from autopar.passes.planner.layer_units import FinerUnits, Units
 from autopar.passes.planner.stage_costs import UnitCost, with_halfway
 from autopar.passes.planner.stage_options import RangeTotals, StageTransfers
-from autopar.passes.slicing.stage_graphs import Layer, Layers
+from autopar.passes.slicing.stage_graphs import Layer
 
 UNIT = UnitCost(8.0, 2.0, 0.4, 1.0, 100, 10, 30, 8)
 QUICK = UNIT._replace(seconds=6.0, bytes_fixed=300, bytes_working=40)
 
 
 def finer(layers: list[Layer], boundaries: tuple[int, ...]) -> FinerUnits:
-    units: Any = SimpleNamespace(layers=Layers(tuple(layers)), boundaries=boundaries)
-    return FinerUnits(units)
+    return FinerUnits(Units(tuple(layers), (0, *boundaries)))
 
 
 def layer(flops: int, weights: int, *, inside: bool) -> Layer:
