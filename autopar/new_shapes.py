@@ -113,9 +113,9 @@ def tell_following(name: str, guide: Executable, executable: Executable, is_cut:
     )
     if not is_cut:
         text += (
-            f" {new} examples do not divide among the devices, which compute some of it several "
-            "times. To leave such a batch out (drop_last), or to pad it with examples of weight "
-            "zero, is quicker."
+            f" A batch of {new} does not divide among the devices, which compute some of it "
+            "several times. To leave such a batch out (drop_last), or to pad it with examples of "
+            "weight zero, is quicker."
         )
     warnings.warn(text, AutoparWarning, stacklevel=6)
 

@@ -100,7 +100,7 @@ def test_a_ragged_last_batch_follows_the_plan(
 
 def test_a_plan_that_followed_is_run_again_from_its_file(tmp_path: Any) -> None:
     parallel = autopar.parallelize(step, method="data")
-    with pytest.warns(AutoparWarning, match="do not divide among the devices"):
+    with pytest.warns(AutoparWarning, match="does not divide among the devices"):
         train(parallel, [32, 21])
     assert parallel.plan.reason_for_microbatches == "follows the plan for 32 examples"
     parallel.plan.save(tmp_path / "plan.json")

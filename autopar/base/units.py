@@ -93,6 +93,11 @@ def format_microbatches(number: int) -> str:
     return f"{number} microbatch{'' if number == 1 else 'es'}"
 
 
+def format_examples(number: int) -> str:
+    """`1 example`, `4 examples`."""
+    return f"{number} example{'' if number == 1 else 's'}"
+
+
 def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
     power = 0
     # Rounding to three digits can carry into the next unit: 1023.9 KiB reads as 1 MiB.

@@ -40,6 +40,7 @@ from autopar.base.errors import (
 from autopar.base.options import Options
 from autopar.base.plan_edits import edited_parts
 from autopar.base.rare_collections import rare_collections
+from autopar.base.units import format_examples
 from autopar.base.user_code import warn_at_call
 from autopar.passes.graph.fingerprint import fingerprint
 from autopar.passes.graph.graph import Graph, batch_sizes
@@ -341,7 +342,7 @@ def compile_like(
         except AutoparError:
             continue
         if found.fits:
-            followed = "follows the plan for " + (f"{rows} examples" if rows else "other types")
+            followed = "follows the plan for " + (format_examples(rows) if rows else "other types")
             digest, needed = fingerprint(graph.jaxpr), model_flops(search.graph.jaxpr, search.rules)
             made = write_plan(found, [found], digest, options, cluster, needed, followed)
             return Compiled(made, found.runnable, found.split.graph)

@@ -32,6 +32,7 @@ from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import BatchArgumentError
 from autopar.base.methods import BATCH_METHODS, LOOP_METHODS
 from autopar.base.options import AS_COMPUTED
+from autopar.base.units import format_examples
 from autopar.passes.graph.graph import Atom, Graph
 from autopar.passes.sharding.batch_dims import NONE, BatchDims, made_from_state, parameters
 from autopar.passes.sharding.constraint_axes import AxisMatching, match_axes
@@ -304,7 +305,8 @@ def check_batch(graph: Graph, method: str, mesh: tuple[int, ...], count: int) ->
                 idle = devices - fewer
                 hint += f", or logical_mesh=({fewer},), which leaves {idle} of the devices idle"
             raise BatchArgumentError(
-                f"A batch of {size} examples{each} cannot be divided among {devices} devices.",
+                f"A batch of {format_examples(size)}{each} cannot be divided among {devices} "
+                "devices.",
                 where=label.path,
                 why=f"method={method!r} gives every device an equal share of every microbatch.",
                 hint=f"{hint}.",

@@ -10,6 +10,7 @@ import jax
 from jax.extend.core import Jaxpr
 
 from autopar.base.errors import AutoparError, BatchArgumentError, InexactMicrobatchError
+from autopar.base.units import format_examples
 from autopar.passes.graph.graph import Input
 from autopar.passes.trace.arguments import Argument
 from autopar.passes.trace.batch_guess import DimensionLoops, Leaf, meet_themselves
@@ -36,7 +37,7 @@ def ambiguous(arguments: Sequence[Argument], leaves: Sequence[Leaf]) -> BatchArg
     for number in dict.fromkeys(leaf.argument for leaf in leaves):
         own = Counter(leaf.shape[0] for leaf in leaves if leaf.argument == number)
         sizes.append(own.most_common(1)[0][0])
-    choices = [f"- for {size} examples: {line(size)}" for size in dict.fromkeys(sizes)]
+    choices = [f"- for {format_examples(size)}: {line(size)}" for size in dict.fromkeys(sizes)]
     return BatchArgumentError(
         "The batch is ambiguous: leaves disagree on the number of examples.",
         where=paths[listed[0]],

@@ -16,6 +16,7 @@ from jax.extend.core import Jaxpr, Var
 from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import BatchArgumentError, DonationWarning, OptionError
 from autopar.base.methods import BATCH_METHODS, LOOP_METHODS
+from autopar.base.units import format_examples
 from autopar.base.user_code import warn_at_call
 from autopar.passes.graph.graph import Atom, Input, Output, variables
 from autopar.passes.graph.primitives import REARRANGES
@@ -364,7 +365,8 @@ def check_division(
         if isinstance(microbatches, int) and size % microbatches:
             fitting = [n for n in range(1, size + 1) if all(x % n == 0 for _, x in sizes)]
             raise BatchArgumentError(
-                f"A batch of {size} examples cannot be divided into {microbatches} microbatches.",
+                f"A batch of {format_examples(size)} cannot be divided into {microbatches} "
+                "microbatches.",
                 where=path,
                 why="every microbatch holds the same number of examples.",
                 hint=f"use microbatches in {', '.join(map(str, fitting[:12]))}, or another batch "
