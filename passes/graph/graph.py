@@ -219,8 +219,11 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
 
 def jaxprs_in(params: Mapping[str, Any]) -> list[Jaxpr]:
     """Every jaxpr that params hold, in their order."""
-    several = [x if isinstance(x, tuple) else (x,) for x in params.values()]
-    held = [x for own in several if own and isinstance(own[0], (ClosedJaxpr, Jaxpr)) for x in own]
+    held: list[Any] = []
+    for value in params.values():
+        several = value if isinstance(value, tuple) else (value,)
+        if several and isinstance(several[0], (ClosedJaxpr, Jaxpr)):
+            held += several
     return [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in held]
 
 
@@ -314,7 +317,7 @@ def equation_key(eqn: JaxprEqn, env: Mapping[Var, Atom] | None = None) -> Any:
         else read_atom(env or {}, atom)
         for atom in eqn.invars
     )
-    key = (eqn.primitive.name, atoms, tuple(sorted(eqn.params.items(), key=lambda item: item[0])))
+    key = (eqn.primitive.name, atoms, tuple(sorted(eqn.params.items())))  # names are never equal
     try:
         hash(key)
     except TypeError:

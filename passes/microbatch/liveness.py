@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
@@ -49,11 +50,11 @@ class PhaseStep:
     result_forms: tuple[Form, ...]
     bodies: tuple[Body, ...] = ()
 
-    @property
+    @cached_property
     def reads(self) -> list[tuple[Var, Form]]:
         return _present(self.eqn.invars, self.operand_forms)
 
-    @property
+    @cached_property
     def makes(self) -> list[tuple[Var, Form]]:
         return _present(self.eqn.outvars, self.result_forms)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from autopar.base.errors import AutoparError
@@ -71,6 +71,6 @@ def bind_local(
     except (TypeError, ValueError) as error:
         raise NotLocalError(f"{eqn.primitive} does not fit these slices: {error}") from error
     for result, shape in zip(results, shapes, strict=True):
-        if jnp.shape(result) != shape:
-            raise NotLocalError(f"{eqn.primitive} gives {jnp.shape(result)} instead of {shape}")
+        if np.shape(result) != shape:
+            raise NotLocalError(f"{eqn.primitive} gives {np.shape(result)} instead of {shape}")
     return results

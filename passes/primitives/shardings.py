@@ -7,6 +7,7 @@ which therefore never offers it: it is the one place where the two agree.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import jax
@@ -52,6 +53,7 @@ def dtype_of(var: Any) -> Any:
     return var.aval.dtype
 
 
+@cache
 def is_tiny_float(dtype: Any) -> bool:
     """Whether sums in a dtype must be had at once: to round each part to eight bits would show."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits < 16

@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from autopar.passes.graph.graph import Atom, Graph
 from autopar.passes.graph.primitives import CONTROL_FLOW, EXCHANGE
 from autopar.passes.graph.scans import ScanParts
-from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.primitives.factor_rule import FactorRule, Rules
 from autopar.passes.sharding.strategies import outer_factor
 
 BatchDims = dict[Var, frozenset[int]]
@@ -29,6 +29,7 @@ def batch_dims(graph: Graph, rules: Rules) -> BatchDims:
     Variables of inner bodies are included.
     """
     found: BatchDims = {}
+    followed: dict[object, list[frozenset[int]] | None] = {}  # by rule: layers are alike
     for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True):
         found[var] = NONE if label.batch_axis is None else frozenset({label.batch_axis})
 
@@ -38,19 +39,14 @@ def batch_dims(graph: Graph, rules: Rules) -> BatchDims:
         if eqn.primitive.name == EXCHANGE:
             # What is cut among devices are blocks of experts then; examples are their rows.
             return [frozenset({int(eqn.params["to_blocks"])} if any(operands) else ())]
-        rule = rules[eqn]
-        factors = {
-            outer_factor(rule, value, dim)
-            for dims, value in zip(operands, rule.operands, strict=True)
-            for dim in dims
-        } - {None}
-        if not factors:
+        if not any(operands):
             return None
-        results = [
-            frozenset(d for d in range(len(value)) if outer_factor(rule, value, d) in factors)
-            for value in rule.results
-        ]
-        if eqn.primitive.name == "gather" and not results[0]:
+        rule = rules[eqn]
+        key = (id(rule), *operands)
+        if key not in followed:
+            followed[key] = _followed(rule, operands)
+        results = followed[key]
+        if results and eqn.primitive.name == "gather" and not results[0]:
             results = [_taken_rows(eqn, operands[0])]
         return results
 
@@ -63,6 +59,21 @@ def batch_dims(graph: Graph, rules: Rules) -> BatchDims:
         lambda dims: frozenset(d + 1 for d in dims),
     )
     return found
+
+
+def _followed(rule: FactorRule, operands: Sequence[frozenset[int]]) -> list[frozenset[int]] | None:
+    """Where an equation's results have the outermost loops that operands have there."""
+    factors = {
+        outer_factor(rule, value, dim)
+        for dims, value in zip(operands, rule.operands, strict=True)
+        for dim in dims
+    } - {None}
+    if not factors:
+        return None
+    return [
+        frozenset(d for d in range(len(value)) if outer_factor(rule, value, d) in factors)
+        for value in rule.results
+    ]
 
 
 def _taken_rows(eqn: JaxprEqn, dims: frozenset[int]) -> frozenset[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -37,7 +37,11 @@ from autopar.passes.sharding.scopes import value_bytes
 from autopar.passes.sharding.strategy_tables import MESHES_KEPT, tables_of
 from autopar.passes.sharding.traffic import MemoryTraffic, alone
 
-_FLOAT = jnp.inexact
+
+@cache
+def _inexact_name(dtype: Any) -> str:
+    """The name of a dtype of floats or complex numbers; of others none."""
+    return str(dtype) if jnp.issubdtype(dtype, jnp.inexact) else ""
 
 
 class _Prices(NamedTuple):
@@ -191,7 +195,7 @@ class Pricing:
         is_matmul = eqn.primitive.name in PRODUCTS | KERNELS
         # A product is as quick as its operands allow; what it adds up in is free.
         typed = eqn.invars if is_matmul else eqn.outvars
-        dtypes = {str(atom.aval.dtype) for atom in typed if jnp.issubdtype(atom.aval.dtype, _FLOAT)}
+        dtypes = {_inexact_name(atom.aval.dtype) for atom in typed} - {""}
         dtypes = dtypes or {str(eqn.outvars[0].aval.dtype)}
         count: float = flops(eqn, rule)
         tiling = self._tiling(eqn, row_parts)

@@ -62,7 +62,10 @@ def shape_of(rule: FactorRule, linear: LinearSets) -> Shape:
 
 def outer_factor(rule: FactorRule, value: ValueFactors, dim: int) -> int | None:
     """The outermost factor of a dimension that is a real loop."""
-    return next((f for f in value[dim] if rule.factors[f].size > 1), None)
+    for factor in value[dim]:
+        if rule.factors[factor].size > 1:
+            return factor
+    return None
 
 
 def strategy(shape: Shape, choice: Choice, mesh: Sequence[int]) -> Strategy:
@@ -165,7 +168,10 @@ def _take_dims(shape: Shape, value: ValueFactors, layout: Layout, mesh: Sequence
         factor = outer_factor(shape.rule, value, dim)
         if factor is None or not shape.cuttable[factor]:
             continue
-        parts = num_parts((a for a, p in enumerate(picked) if p == factor), mesh)
+        parts = 1
+        for axis, taken in enumerate(picked):
+            if taken == factor:
+                parts *= mesh[axis]
         for axis in axes:
             parts *= mesh[axis]
             if shape.rule.factors[factor].size % parts:

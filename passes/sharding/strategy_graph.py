@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Primitive, Var
 
 from autopar.passes.graph.microbatched import Task
 from autopar.passes.graph.primitives import ADDS, HEAVY
@@ -94,6 +94,8 @@ class StrategyGraphBuilder:
         self.built = StrategyGraph(mesh, sum_dtypes=restriction.sum_dtypes)
         self.tables = pricing.tables
         self._shapes: dict[tuple[int, st.LinearSets], st.Shape] = {}
+        self._linear: dict[tuple[int, Primitive, bool], st.LinearSets] = {}  # by the ids of rules
+        self._matrices: dict[object, np.ndarray] = {}  # of edges: layers have them alike
         # By the ids of shapes, each with the shape itself, which so stays.
         self._canonical: dict[int, tuple[st.Shape, st.Shape]] = {}
         self._computed: dict[int, Recomputed] = {}  # by their ids
@@ -231,25 +233,32 @@ class StrategyGraphBuilder:
             seconds[s] += whole / division
 
     def _link_assigned(self, value: Assigned, wanted: Layouts, node: int, times: int) -> None:
-        table = self._table(value, wanted)
-        if table is None:
+        linear = self._linear_table(value, wanted)
+        if linear is None:
             return
-        if self.pricing.cluster.overlap and {value.node, node} & self.in_background:
-            table = (1 - self.pricing.cluster.overlap) * table
+        overlap, size = self.pricing.cluster.overlap, math.prod(value.shape) * value.itemsize
+        hidden = bool(overlap and {value.node, node} & self.in_background)
+        key = (id(linear), size, times, hidden)
+        matrix = self._matrices.get(key)
+        if matrix is None:
+            table = linear[..., 0] + linear[..., 1] * size
+            matrix = self._matrices[key] = times * ((1 - overlap) * table if hidden else table)
         if value.node == node:
             seconds = self.built.nodes[node].seconds
-            for s in range(len(wanted)):
-                seconds[s] += times * float(table[s, s])
+            for s, more in enumerate(np.diagonal(matrix).tolist()):
+                seconds[s] += more
         else:
             a, b = value.node, node
-            matrix = times * table
             if a > b:
                 a, b, matrix = b, a, matrix.T
             known = self.built.edges.get((a, b))
             self.built.edges[a, b] = matrix if known is None else known + matrix
 
-    def _table(self, value: Assigned, wanted: Layouts) -> np.ndarray | None:
-        """Seconds by the value's layout and the one that is wanted; None where all are free."""
+    def _linear_table(self, value: Assigned, wanted: Layouts) -> np.ndarray | None:
+        """Seconds by the value's layout and the one that is wanted; None where all are free.
+
+        They are `[..., 0]`, and for each byte of the value `[..., 1]`.
+        """
         key, known = (id(value.layouts), id(wanted), value.sum_ratio), self.pricing.resharding
         if key not in known:
             rows, row_of = _unique(value.layouts)
@@ -257,10 +266,7 @@ class StrategyGraphBuilder:
             ratio = value.sum_ratio
             linear = np.array([[self.pricing.linear(a, b, ratio) for b in columns] for a in rows])
             known[key] = linear[np.ix_(row_of, column_of)] if linear.any() else None
-        tables = known[key]
-        if tables is None:
-            return None
-        return tables[..., 0] + tables[..., 1] * (math.prod(value.shape) * value.itemsize)
+        return known[key]
 
     def interned(self, layouts: Sequence[Layout]) -> Layouts:
         """The one object for equal layouts."""
@@ -272,7 +278,11 @@ class StrategyGraphBuilder:
 
     def shape(self, eqn: JaxprEqn, rounding: bool) -> st.Shape:
         rule = self.rules[eqn]
-        linear = tuple(sorted(linear_operands(eqn, rounding), key=sorted))
+        of_rule = (id(rule), eqn.primitive, rounding)
+        linear = self._linear.get(of_rule)
+        if linear is None:
+            linear = tuple(sorted(linear_operands(eqn, rounding), key=sorted))
+            self._linear[of_rule] = linear
         key = (id(rule), linear)
         if key not in self._shapes:
             self._shapes[key] = st.shape_of(rule, linear)

@@ -49,6 +49,8 @@ class StrategyTables:
         self._shapes: dict[st.Shape, st.Shape] = {}
         self._strategies: dict[tuple[int, st.Choice], st.Strategy] = {}
         self._follow: dict[tuple[int, int, int], st.Strategies] = {}
+        self._following: dict[tuple[int, int], dict[Layout, st.Strategy]] = {}
+        self._producing: dict[int, dict[Layout, st.Strategy]] = {}
         self._reads: dict[tuple[int, int, int], Layouts] = {}
         self._divisions: dict[tuple[int, int], tuple[int, ...]] = {}
         self._interned: dict[Layouts, Layouts] = {}
@@ -105,18 +107,27 @@ class StrategyTables:
         key = (id(shape), lead, id(layouts))
         found = self._follow.get(key)
         if found is None:
-            choices = (st.follow(shape, lead, layout, self.mesh) for layout in layouts)
-            found = tuple(self.strategy(shape, choice) for choice in choices)
-            self._follow[key] = found
+            known = self._following.setdefault((id(shape), lead), {})
+            for layout in layouts:
+                if layout not in known:
+                    choice = st.follow(shape, lead, layout, self.mesh)
+                    known[layout] = self.strategy(shape, choice)
+            found = self._follow[key] = tuple(known[layout] for layout in layouts)
         return found
+
+    def produce(self, shape: st.Shape, layout: Layout) -> st.Strategy:
+        """The strategy that leaves the first result of a canonical shape in a layout."""
+        known = self._producing.setdefault(id(shape), {})
+        if layout not in known:
+            known[layout] = self.strategy(shape, st.produce(shape, 0, layout, self.mesh))
+        return known[layout]
 
     def projected(self, shape: st.Shape, position: int, wanted: Layouts) -> Layouts:
         """In which layouts an operand is read to compute a result in those that are wanted."""
         key = (id(shape), position, id(wanted))
         found = self._reads.get(key)
         if found is None:
-            choices = (st.produce(shape, 0, layout, self.mesh) for layout in wanted)
-            reads = [self.strategy(shape, choice).operands[position] for choice in choices]
+            reads = [self.produce(shape, layout).operands[position] for layout in wanted]
             found = self._reads[key] = self.interned(reads)
         return found
 
@@ -124,8 +135,7 @@ class StrategyTables:
         """In how many parts a result is computed, in each of the layouts that are wanted."""
         key = (id(shape), id(wanted))
         if key not in self._divisions:
-            choices = (st.produce(shape, 0, layout, self.mesh) for layout in wanted)
-            found = (self.strategy(shape, choice).division for choice in choices)
+            found = (self.produce(shape, layout).division for layout in wanted)
             self._divisions[key] = tuple(found)
         return self._divisions[key]
 

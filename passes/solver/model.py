@@ -101,7 +101,6 @@ class Model:
         self.trail: list[Kept | Merged | Eliminated] = []
         self.dirty_nodes: set[int] = set(range(problem.num_nodes))
         self.dirty_edges: set[tuple[int, int]] = set()
-        self.kept_of: dict[object, Integers | None] = {}  # what dominance left of a node's numbers
         self.costs: list[Integers | None] = [*self._internal(flat.nodes).split()]
         edge_costs = problem.edge_costs
         matrices = self._internal(flat.edges).split()

@@ -76,10 +76,6 @@ class Problem:
                     f"node {i}: costs and usages must be int64 arrays, "
                     f"they are {costs.dtype} and {usage.dtype}"
                 )
-            if usage.min() < 0:
-                raise ProblemError(f"node {i}: a usage is negative ({usage.min()})")
-            if costs.min() <= -FORBIDDEN:
-                raise ProblemError(f"node {i}: the cost {costs.min()} is out of range")
             if interval[0] > interval[1]:
                 raise ProblemError(f"node {i}: its interval {interval} ends before it starts")
             if interval[0] < -(2**63) or interval[1] >= 2**63:
@@ -93,8 +89,14 @@ class Problem:
                 raise ProblemError(f"edge {e}: costs of shape {matrix.shape}, expected {shape}")
             if matrix.dtype != np.int64:
                 raise ProblemError(f"edge {e}: costs must be an int64 array, it is {matrix.dtype}")
-            if matrix.min() <= -FORBIDDEN:
-                raise ProblemError(f"edge {e}: the cost {matrix.min()} is out of range")
+        for what, least, tables in (
+            ("node {}: a usage is negative ({})", 0, self.usages),
+            ("node {}: the cost {} is out of range", 1 - FORBIDDEN, self.node_costs),
+            ("edge {}: the cost {} is out of range", 1 - FORBIDDEN, self.edge_costs),
+        ):
+            if _least(tables) < least:
+                place, table = next((i, t) for i, t in enumerate(tables) if _least([t]) < least)
+                raise ProblemError(what.format(place, table.min()))
         if self.usage_limit is not None and self.usage_limit < 0:
             raise ProblemError(f"the usage limit is negative ({self.usage_limit})")
 
@@ -122,3 +124,8 @@ class Problem:
             f"{self.name}: {self.num_nodes} nodes, {strategies} strategies, "
             f"{len(self.edges)} edges, usage limit {self.usage_limit}"
         )
+
+
+def _least(tables: Sequence[Integers]) -> int:
+    """The least number in some tables, 0 if they have none."""
+    return int(np.concatenate([table.ravel() for table in tables]).min(initial=0)) if tables else 0

@@ -11,7 +11,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import math
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +36,14 @@ BLOCK_CELLS = 200_000
 
 DOMINANCE_CELLS = 20_000_000
 """The most cells that the search for dominated strategies of one node may look at."""
+
+FEW_CELLS = 12_000
+"""Up to so many cells of all pairs of strategies, all pairs are compared at once."""
+
+MOST_KEPT = 200_000
+"""Of how many nodes the process remembers which strategies dominance left."""
+
+_KEPT: dict[bytes, tuple[Integers | None]] = {}  # by digests of nodes' numbers
 
 
 def reduce(model: Model, *, dominance: bool = True, stop: Stop = never) -> bool:
@@ -98,8 +109,7 @@ def _settle(model: Model, dominance: bool, stop: Stop) -> bool:
 
 def _look_at_edge(model: Model, u: int, v: int) -> None:
     matrix = model.edges[u][v]
-    finite = matrix < INFINITE
-    if finite.all():
+    if matrix.max() < INFINITE:
         first, row = matrix[:, :1], matrix[0] - matrix[0, 0]
         if matrix[-1, -1] - first[-1, 0] == row[-1] and (matrix - first == row).all():
             model.remove_edge(u, v)
@@ -107,6 +117,7 @@ def _look_at_edge(model: Model, u: int, v: int) -> None:
             model.add_costs(v, row - int(row.min()))
             model.offset += int(row.min())
         return
+    finite = matrix < INFINITE
     per_row, per_column = finite.sum(axis=1), finite.sum(axis=0)
     empty = [(end, kept) for end, kept in ((u, per_row), (v, per_column)) if not kept.all()]
     for end, kept in empty:
@@ -153,14 +164,27 @@ def drop_dominated(model: Model, u: int) -> None:
     costs = model.cost_of(u)
     usage = disjoint(model.memory[u]).usage if model.memory[u] else None
     matrices = list(model.edges[u].values())
-    # Layers look alike: what was found for one node holds for all that have the same numbers.
-    parts = [costs, *matrices] if usage is None else [costs, usage, *matrices]
-    key = (usage is None, *((part.shape, part.tobytes()) for part in parts))
-    if key not in model.kept_of:
-        model.kept_of[key] = _not_dominated(costs, usage, matrices)
-    kept = model.kept_of[key]
+    # Layers look alike, and so do problems of one program: what was found for one node holds for
+    # all that have the same numbers.
+    key = _digest(costs, usage, matrices)
+    known = _KEPT.get(key)
+    if known is None:
+        if len(_KEPT) >= MOST_KEPT:
+            _KEPT.clear()
+        known = _KEPT[key] = (_not_dominated(costs, usage, matrices),)
+    (kept,) = known
     if kept is not None:
         model.keep(u, kept)
+
+
+def _digest(costs: Integers, usage: Integers | None, matrices: list[Integers]) -> bytes:
+    """What tells a node's numbers from all others."""
+    parts = [costs, *matrices] if usage is None else [costs, usage, *matrices]
+    shapes = usage is None, *(part.shape for part in parts)
+    digest = hashlib.sha256(repr(shapes).encode())
+    for part in parts:
+        digest.update(np.ascontiguousarray(part).data)
+    return digest.digest()
 
 
 def _not_dominated(
@@ -179,10 +203,12 @@ def _not_dominated(
     if not matrices:
         return _without_dominated(pairs & (costs[:, None] <= costs[None, :]))
     table = np.concatenate(matrices, axis=1) if len(matrices) > 1 else matrices[0]
-    finite = (table < INFINITE).astype(np.float32)
-    if (finite == 0).any():
+    if table.max() >= INFINITE:
+        finite = (table < INFINITE).astype(np.float32)
         pairs &= (1 - finite) @ finite.T == 0  # nowhere does `a` forbid what `b` allows
-    bounds = np.cumsum([0] + [matrix.shape[1] for matrix in matrices])
+    bounds = np.array([0, *itertools.accumulate(matrix.shape[1] for matrix in matrices)])
+    if count * table.size <= FEW_CELLS:
+        return _without_dominated(_proven_of_few(costs, table, bounds[:-1], pairs))
     # Necessary: `a` costs no more in a few surroundings.
     for columns in (bounds[:-1], bounds[1:] - 1, (bounds[:-1] + bounds[1:]) // 2):
         there = table[:, columns]
@@ -212,10 +238,28 @@ def _proven(costs: Integers, table: Integers, bounds: Integers, pairs: np.ndarra
     return proven
 
 
+def _proven_of_few(
+    costs: Integers, table: Integers, bounds: Integers, pairs: np.ndarray
+) -> np.ndarray:
+    """The same where strategies and neighbours are few, in fewer operations on all pairs."""
+    difference = table[:, None] - table
+    difference[:, table >= INFINITE] = -INFINITE
+    worst = np.maximum.reduceat(difference, bounds, axis=2)
+    total = worst.sum(axis=2) + costs[:, None] - costs
+    proven: np.ndarray = pairs & (total <= 0) & (worst.max(axis=2) < INFINITE >> 1)
+    return proven
+
+
 def _without_dominated(pairs: np.ndarray) -> Integers | None:
     """What is left without the dominated strategies, of equal ones without all but the first."""
-    dominated = (pairs & ~(pairs.T & np.tri(len(pairs), dtype=bool))).any(axis=0)
+    dominated = (pairs & ~(pairs.T & _not_after(len(pairs)))).any(axis=0)
     return np.flatnonzero(~dominated) if dominated.any() else None
+
+
+@lru_cache(maxsize=64)
+def _not_after(count: int) -> NDArray[np.bool_]:
+    """`[a, b]`: whether `b` is no later than `a`."""
+    return np.tri(count, dtype=bool)
 
 
 def _drop_oversized(model: Model) -> None:
