@@ -29,6 +29,22 @@ class InstructionValues(NamedTuple, Generic[V]):
     is_masked: bool = False
 
 
+def numbered(
+    program: Sequence[InstructionValues[V]], numbers: Mapping[V, int]
+) -> list[InstructionValues[int]]:
+    """The same program of the numbers of its values."""
+    return [
+        InstructionValues(
+            made.eqn,
+            tuple([None if v is None else numbers[v] for v in made.operands]),
+            tuple([numbers[v] for v in made.results]),
+            made.is_slice,
+            made.is_masked,
+        )
+        for made in program
+    ]
+
+
 def name_of(made: InstructionValues[V]) -> str:
     """The name of an instruction's primitive; "" where it has none."""
     return "" if made.eqn is None else made.eqn.primitive.name

@@ -277,10 +277,10 @@ class _Moments:
     def _copied_slices(self) -> list[ShardedValue]:
         """The slices that somebody reads as buffers: all are copied when a trip begins."""
         needed: dict[ShardedValue, None] = {}
-        for instruction in self.block.instructions:
+        for instruction in self.block.instructions if self.slices else ():
             made = made_by(instruction)
             passed = made.eqn is not None and is_barrier(made.eqn)
-            if not passed and made.results and all(v in self.held.buffer_of for v in made.results):
+            if not passed and made.results and all(map(self.held.is_renamed, made.results)):
                 continue
             for place, value in enumerate(made.operands):
                 buffer = None if value is None else self.held.root(value)

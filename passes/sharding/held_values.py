@@ -6,9 +6,10 @@ equations. The rules are those of `compiler_rules`, for compilers that fuse at a
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic
 
 from autopar.passes.graph.barriers import is_barrier
@@ -18,6 +19,7 @@ from autopar.passes.sharding.epilogues import (
     InstructionValues,
     V,
     name_of,
+    numbered,
     takes_part,
     without_epilogues,
 )
@@ -37,32 +39,60 @@ SMALL_BYTES = 4096
 class HeldValues(Generic[V]):
     """What of a program is in memory.
 
+    Values have numbers here: sets of numbers are quicker than sets of variables in layouts.
+
     Args:
-      buffer_of: a value that is another one's buffer under a new name, and that one.
+      numbers: of the program's values.
+      values: by their numbers.
+      roots: of every value, the one whose buffer it is under a new name; of others, itself.
       made_of: of every buffer, itself; of every other value, the buffers it is computed from.
       epilogue_of: of every buffer that a product writes instead of its result: that result.
       together: what is written in turn with other results, so over nothing that is read.
     """
 
-    buffer_of: Mapping[V, V]
-    made_of: Mapping[V, frozenset[V]]
-    epilogue_of: Mapping[V, V]
+    numbers: Mapping[V, int]
+    values: Sequence[V]
+    roots: Sequence[int]
+    made_of: Mapping[int, frozenset[int]]
+    epilogue_of: Mapping[int, int]
     together: Collection[V] = ()
 
     def root(self, value: V) -> V:
         """The value whose buffer this one is."""
-        return self.buffer_of.get(value, value)
+        number = self.numbers.get(value)
+        return value if number is None else self.values[self.roots[number]]
+
+    @cached_property
+    def buffers(self) -> frozenset[V]:
+        """The values that are buffers of their own."""
+        made_of, roots = self.made_of, self.roots
+        own = (n for n, found in made_of.items() if len(found) == 1 and n in found)
+        return frozenset(self.values[n] for n in own if roots[n] == n)
 
     def is_held(self, value: V) -> bool:
         """Whether a value is a buffer of its own."""
-        return value not in self.buffer_of and self.made_of.get(value) == frozenset((value,))
+        return value in self.buffers
 
-    def read_by(self, operands: Sequence[V | None]) -> set[V]:
+    def is_made_again(self, value: V) -> bool:
+        """Whether those who read a value compute it from buffers, or it is written as another."""
+        number = self.numbers[value]
+        return self.made_of.get(number) not in (None, {number})
+
+    def is_renamed(self, value: V) -> bool:
+        """Whether a value is another one's buffer under a new name."""
+        number = self.numbers.get(value)
+        return number is not None and self.roots[number] != number
+
+    def read_by(self, operands: Iterable[V | None]) -> set[V]:
         """The buffers that an instruction reads."""
-        found: set[V] = set()
-        for value in operands:
-            if value is not None:
-                found |= self.made_of.get(self.root(value), frozenset())
+        numbers = (self.numbers.get(value) for value in operands if value is not None)
+        read = self._read([n for n in numbers if n is not None])
+        return set(map(self.values.__getitem__, read))
+
+    def _read(self, numbers: Iterable[int]) -> set[int]:
+        found: set[int] = set()
+        for number in numbers:
+            found |= self.made_of.get(self.roots[number], frozenset())
         return found
 
     def run_times(self, program: Sequence[InstructionValues[V]]) -> list[int]:
@@ -71,12 +101,15 @@ class HeldValues(Generic[V]):
         What a product writes is made with it, as soon as everything else that this reads is there:
         the sum of a loop's gradients so far, say, which the program has at the end of a trip.
         """
-        made: dict[V, int] = {}
+        if not self.epilogue_of:
+            return [*range(len(program))]
+        made: dict[int, int] = {}
         times = []
-        for number, own in enumerate(program):
+        for place, own in enumerate(numbered(program, self.numbers)):
             products = {self.epilogue_of[v] for v in own.results if v in self.epilogue_of}
-            needed = products | self.read_by(own.operands) if products else set[V]()
-            times.append(max((made.get(v, -1) for v in needed), default=number))
+            read = [v for v in own.operands if v is not None]
+            needed = products | self._read(read) if products else set[int]()
+            times.append(max((made.get(v, -1) for v in needed), default=place))
             made.update(dict.fromkeys(own.results, times[-1]))
         return times
 
@@ -103,41 +136,77 @@ def held_values(
       first_size: of a device's part of a value, along its first dimension.
       waited: what passes a barrier that the program does not have (`run_order.ties`).
     """
-    buffer_of = _names(program, num_bytes)
+    each = (v for made in program for v in (*made.operands, *made.results) if v is not None)
+    values = [*dict.fromkeys(itertools.chain(inputs, outputs, waited, each))]
+    numbers = {value: number for number, value in enumerate(values)}
+    own_inputs, own_outputs, own_waited = (
+        {numbers[v] for v in some} for some in (inputs, outputs, waited)
+    )
+    roots, made_of, epilogue_of, together = _held_numbers(
+        numbered(program, numbers),
+        own_inputs,
+        own_outputs,
+        [*map(num_bytes, values)],
+        [*map(num_elements, values)],
+        rules,
+        own_waited,
+        lambda number: first_size(values[number]),
+    )
+    written = {values[number] for number in together}
+    return HeldValues(numbers, values, roots, made_of, epilogue_of, written)
 
-    def root(value: V) -> V:
-        return buffer_of.get(value, value)
 
-    readers: dict[V, list[InstructionValues[V]]] = defaultdict(list)
-    refusing: set[V] = {root(value) for value in outputs}
-    softmaxes = Softmaxes[V](set(), set(), {})
+def _held_numbers(
+    program: Sequence[InstructionValues[int]],
+    inputs: Collection[int],
+    outputs: Collection[int],
+    size: Sequence[int],
+    elements: Sequence[int],
+    rules: CompilerRules,
+    waited: Collection[int],
+    first_size: Callable[[int], int],
+) -> tuple[list[int], Mapping[int, frozenset[int]], Mapping[int, int], set[int]]:
+    """The numbers of `HeldValues`, of a program whose values are numbers."""
+    num_bytes, num_elements = size.__getitem__, elements.__getitem__
+    roots_of = _names(program, size)
+    root = roots_of.__getitem__
+    fused = [made.eqn is not None and rules.may_be_fused(made.eqn) for made in program]
+    operands = [[None if v is None else roots_of[v] for v in made.operands] for made in program]
+    renames = [
+        bool(made.results) and all(roots_of[v] != v for v in made.results) for made in program
+    ]
+    readers: list[list[int]] = [[] for _ in size]
+    refusing = {roots_of[v] for v in outputs}
+    softmaxes = Softmaxes[int](set(), set(), {})
     if rules.softmaxes_are_written:
         softmaxes = softmaxes_of(program, root, first_size)
-    maps = mapped(program, root, num_bytes) if rules.product_kernels else {}
-    for made in program:
-        places = [None if v is None else root(v) for v in made.operands]
-        if made.results and all(v in buffer_of for v in made.results):
+    names = {*map(name_of, program)} if rules.product_kernels else set[str]()
+    maps = mapped(program, root, num_bytes) if "dot_general" in names else {}
+    for number, (made, places) in enumerate(zip(program, operands, strict=True)):
+        if renames[number]:
             if made.eqn is not None and is_barrier(made.eqn):
                 refusing.update(v for v in places if v is not None)
             continue
-        if rules.product_kernels and name_of(made) == "dot_general":
+        if maps and name_of(made) == "dot_general":
             places = [None if v is None else operand_of(v, maps, refusing) for v in places]
-        for value in dict.fromkeys(v for v in places if v is not None):
-            readers[value].append(made)
+        for value in {v: None for v in places if v is not None}:
+            readers[value].append(number)
         for place, read in enumerate(places):
-            if read is None or _takes_in(made, place, rules):
+            if read is None or read in refusing or _takes_in(made, place, rules):
                 continue
             # Products make the gradients of scores, whose dimensions they merge, themselves.
             if not (read in softmaxes.made and name_of(made) in PRODUCTS):
                 refusing.add(read)
 
     if rules.slices_are_read:
-        _read_through_parts(program, readers, root)
-    turned: dict[V, V] = {}
-    if rules.product_kernels:
+        _read_through_parts(program, readers, roots_of)
+    turned: dict[int, int] = {}
+    if names >= {"dot_general", "transpose"}:
         turned = turned_products(program, readers, root)
         refusing.update(turned)
-    sums = sums_of_convolutions(program, root, num_elements) if rules.product_kernels else {}
+    sums: dict[int, tuple[int, int]] = {}
+    if "conv_general_dilated" in names:
+        sums = sums_of_convolutions(program, root, num_elements)
     sums = {
         v: summed
         for v, summed in sums.items()
@@ -147,120 +216,116 @@ def held_values(
     refusing |= softmaxes.written
     if rules.split_rows:
         refusing |= split_exponentials(program, root, num_elements, rules.split_rows)
-    made_of: dict[V, frozenset[V]] = {v: frozenset((v,)) for v in inputs}
-    roots = dict(made_of)  # as if everything that can be fused were
-    chains: dict[V, frozenset[V]] = defaultdict(frozenset)  # what is computed to compute a value
-    work: dict[V, int] = {}  # cycles of its last operation, for all elements
+    nothing = frozenset[int]()
+    made_of: dict[int, frozenset[int]] = {v: frozenset((v,)) for v in inputs}
+    ends = dict(made_of)  # `made_of`, as if everything that can be fused were
+    chains: dict[int, frozenset[int]] = {}  # what is computed to compute a value
+    work: dict[int, int] = {}  # cycles of its last operation, for all elements
 
-    joined = _kernels_reading(program, readers, refusing, root, rules)
+    joined = _kernels_reading(program, readers, refusing, roots_of, fused)
+    own_cycles = [0 if made.eqn is None else cycles(made.eqn) for made in program]
 
-    def is_quicker_again(value: V, sources: frozenset[V], chain: frozenset[V]) -> bool:
-        size, spent = num_bytes(value), sum(map(work.__getitem__, chain))
-        kept = kernel_seconds(spent, sum(map(num_bytes, sources)) + size)
+    def is_quicker_again(value: int, sources: frozenset[int], chain: frozenset[int]) -> bool:
+        spent = sum(map(work.__getitem__, chain))
+        kept = kernel_seconds(spent, sum(map(num_bytes, sources)) + size[value])
         again = 0.0
-        for reader, operands in joined(value):
-            beside: set[V] = set()
-            for other in operands:
-                if other != value:
-                    beside |= roots.get(other, frozenset())
-            own = 0 if reader.eqn is None else cycles(reader.eqn)
-            own *= max((num_elements(v) for v in (value, *reader.results)), default=0)
-            moved = sum(map(num_bytes, beside)) + sum(map(num_bytes, reader.results))
-            kept += kernel_seconds(own, moved + size)
-            again += kernel_seconds(own + spent, moved + sum(map(num_bytes, sources - beside)))
+        for reader, read in joined(value):
+            beside = nothing.union(*(ends[v] for v in read if v in ends and v != value))
+            results = program[reader].results
+            own = own_cycles[reader] * max(elements[value], *map(num_elements, results), 0)
+            moved = sum(map(num_bytes, beside)) + sum(map(num_bytes, results))
+            kept += kernel_seconds(own, moved + size[value])
+            left = sum(map(num_bytes, sources - beside))
+            again += kernel_seconds(own + spent, moved + left)
         return again <= kept
 
-    def moves_less(value: V, sources: frozenset[V]) -> bool:
-        size, often, moved = num_bytes(value), len(readers[value]), 0
+    def moves_less(value: int, sources: frozenset[int]) -> bool:
+        often, moved = len(readers[value]), 0
         for reader in readers[value]:
-            beside: set[V] = set()
-            for other in reader.operands:
-                if other is not None and root(other) != value:
-                    beside |= roots.get(root(other), frozenset())
+            others = (v for v in operands[reader] if v is not None and v != value)
+            beside = nothing.union(*(ends.get(v, nothing) for v in others))
             moved += sum(map(num_bytes, sources - beside))
-        return moved < sum(map(num_bytes, sources)) + (1 + often) * size
+        return moved < sum(map(num_bytes, sources)) + (1 + often) * size[value]
 
-    for made in program:
-        if made.results and all(v in buffer_of for v in made.results):
+    for number, made in enumerate(program):
+        if renames[number]:
             continue
-        own = [root(v) for v in made.operands if v is not None]
-        sources = frozenset[V]().union(*(made_of.get(v, frozenset()) for v in own))
-        sources |= frozenset[V]().union(*(softmaxes.beside.get(v, ()) for v in made.results))
+        own = [v for v in operands[number] if v is not None]
+        sources = nothing.union(*(made_of.get(v, nothing) for v in own))
+        if softmaxes.beside:
+            sources = sources.union(*(softmaxes.beside.get(v, ()) for v in made.results))
         is_part = rules.slices_are_read and takes_part(made)
         if is_part and not refusing.isdisjoint(made.results):
             refusing.update(made.results)  # one kernel writes all parts
         for value in made.results:
-            made_of[value] = roots[value] = sources if value in sums else frozenset((value,))
-            if value in refusing or not (is_part or (made.eqn and rules.may_be_fused(made.eqn))):
+            made_of[value] = ends[value] = sources if value in sums else frozenset((value,))
+            if value in refusing or not (is_part or fused[number]):
                 continue
-            roots[value] = frozenset[V]().union(*(roots.get(v, frozenset()) for v in own))
-            work[value] = 0 if made.eqn is None else num_elements(value) * cycles(made.eqn)
-            chain = frozenset((value,)).union(*(chains[v] for v in own))
-            small = num_bytes(value) <= SMALL_BYTES or is_part or name_of(made) in _ALWAYS
-            is_again = small
-            if not small and rules.counts_operations:
+            ends[value] = nothing.union(*(ends.get(v, nothing) for v in own))
+            work[value] = elements[value] * own_cycles[number]
+            chain = frozenset((value,)).union(*(chains.get(v, nothing) for v in own))
+            is_again = size[value] <= SMALL_BYTES or is_part or name_of(made) in _ALWAYS
+            if not is_again and rules.counts_operations:
                 is_again = is_quicker_again(value, sources, chain)
-            elif not small:
+            elif not is_again:
                 is_again = moves_less(value, sources)
             if is_again:
                 made_of[value], chains[value] = sources, chain
-    together: set[V] = set()
+    together: set[int] = set()
     if turned:
         for result, value, beside in list(made_together(program, made_of, turned, readers, root)):
             made_of[value] |= beside
             together.add(result)
-    epilogue_of: dict[V, V] = {}
+    epilogue_of: dict[int, int] = {}
     if rules.products_write_epilogues:
         made_of, epilogue_of = without_epilogues(
             program, made_of, root, num_elements, rules, softmaxes.written, outputs
         )
-    return HeldValues(buffer_of, made_of, epilogue_of, together)
+    return roots_of, made_of, epilogue_of, together
 
 
 def _read_through_parts(
-    program: Sequence[InstructionValues[V]],
-    readers: dict[V, list[InstructionValues[V]]],
-    root: Callable[[V], V],
+    program: Sequence[InstructionValues[int]], readers: list[list[int]], roots: Sequence[int]
 ) -> None:
     """Let those who read parts of a value be its readers: they read them in the value."""
-    for made in reversed(program):
+    for number in range(len(program) - 1, -1, -1):
+        made = program[number]
         if takes_part(made):
-            through = [reader for v in made.results for reader in readers[root(v)]]
-            for value in {root(v) for v in made.operands if v is not None}:
-                readers[value] = [x for x in readers[value] if x is not made] + through
+            through = [reader for v in made.results for reader in readers[roots[v]]]
+            for value in {roots[v] for v in made.operands if v is not None}:
+                readers[value] = [x for x in readers[value] if x != number] + through
 
 
 def _kernels_reading(
-    program: Sequence[InstructionValues[V]],
-    readers: Mapping[V, list[InstructionValues[V]]],
-    refusing: Collection[V],
-    root: Callable[[V], V],
-    rules: CompilerRules,
-) -> Callable[[V], list[tuple[InstructionValues[V], set[V]]]]:
-    """The kernels that read a value, each with all that it reads.
+    program: Sequence[InstructionValues[int]],
+    readers: Sequence[Sequence[int]],
+    refusing: Collection[int],
+    roots: Sequence[int],
+    fused: Sequence[bool],
+) -> Callable[[int], list[tuple[int, set[int]]]]:
+    """The kernels that read a value, by their last instructions, each with all that it reads.
 
     What one instruction alone reads is computed in that one's kernel.
     """
-    kernel: dict[int, InstructionValues[V]] = {}
-    reads: dict[int, set[V]] = {}
-    for made in reversed(program):
-        last = made
-        if len(made.results) == 1 and made.eqn is not None and rules.may_be_fused(made.eqn):
-            value = root(made.results[0])
-            own = {id(kernel[id(x)]): kernel[id(x)] for x in readers[value] if id(x) in kernel}
-            if len(own) == 1 and value not in refusing:
-                (last,) = own.values()
-        kernel[id(made)] = last
-        reads.setdefault(id(last), set()).update(root(v) for v in made.operands if v is not None)
+    kernel: dict[int, int] = {}
+    reads: dict[int, set[int]] = {}
+    for number in range(len(program) - 1, -1, -1):
+        made, last = program[number], number
+        if fused[number] and len(made.results) == 1:
+            value = roots[made.results[0]]
+            if value not in refusing:
+                own = {kernel[x] for x in readers[value] if x in kernel}
+                last = own.pop() if len(own) == 1 else last
+        kernel[number] = last
+        reads.setdefault(last, set()).update([roots[v] for v in made.operands if v is not None])
 
-    def found(value: V) -> list[tuple[InstructionValues[V], set[V]]]:
-        kernels = {id(kernel[id(x)]): kernel[id(x)] for x in readers[value]}
-        return [(last, reads[id(last)]) for last in kernels.values()]
+    def kernels(value: int) -> list[tuple[int, set[int]]]:
+        return [(last, reads[last]) for last in {kernel[x]: None for x in readers[value]}]
 
-    return found
+    return kernels
 
 
-def _takes_in(made: InstructionValues[V], place: int, rules: CompilerRules) -> bool:
+def _takes_in(made: InstructionValues[int], place: int, rules: CompilerRules) -> bool:
     if made.eqn is None:
         return made.is_masked or (made.is_slice and rules.slices_are_read)
     return rules.takes_in(made.eqn, place)
@@ -269,22 +334,24 @@ def _takes_in(made: InstructionValues[V], place: int, rules: CompilerRules) -> b
 _ALWAYS = ("broadcast_in_dim", "iota")
 
 
-def _names(program: Sequence[InstructionValues[V]], num_bytes: Callable[[V], int]) -> dict[V, V]:
-    """The values that are others' buffers."""
-    found: dict[V, V] = {}
+def _names(program: Sequence[InstructionValues[int]], size: Sequence[int]) -> list[int]:
+    """Of every value, the one whose buffer it is: mostly itself."""
+    roots = [*range(len(size))]
     for made in program:
         if made.eqn is None:
             continue
         if is_barrier(made.eqn):
-            pairs = list(zip(made.results, made.operands, strict=True))
+            pairs = [*zip(made.results, made.operands, strict=True)]
         elif len(made.results) == 1 and len(made.operands) == 1:
             pairs = [(made.results[0], made.operands[0])]
             operand = made.operands[0]
             if operand is None:
                 continue
-            if not is_same_buffer(made.eqn, num_bytes(operand), num_bytes(made.results[0])):
+            if not is_same_buffer(made.eqn, size[operand], size[made.results[0]]):
                 continue
         else:
             continue
-        found.update((new, found.get(old, old)) for new, old in pairs if old is not None)
-    return found
+        for new, old in pairs:
+            if old is not None:
+                roots[new] = roots[old]
+    return roots

@@ -28,6 +28,7 @@ from autopar.passes.sharding.spmd_program import (
     Block,
     Compute,
     Instruction,
+    Loop,
     Relayout,
     ShardedValue,
     is_literal,
@@ -53,9 +54,11 @@ def ties(block: Block, mesh: Sequence[int], keeps_order: bool = True) -> dict[in
     copies = {time: Tie(turn.source, turn.results, turn.stored) for time, turn in turns.items()}
     if not keeps_order:
         return copies
-    gathers = {**_filters_on_time(block, mesh), **gathers_after_loops(block, mesh)}
-    loops = loops_in_turn(block, mesh)
-    return {**gathers, **loops, **_products_in_order(block, mesh), **copies}
+    products = [t for t, x in enumerate(block.instructions) if is_product(x)]
+    found = _filters_on_time(block, mesh, products)
+    if any(isinstance(x, Loop) for x in block.instructions):
+        found |= {**gathers_after_loops(block, mesh), **loops_in_turn(block, mesh)}
+    return {**found, **_products_in_order(block, mesh, products), **copies}
 
 
 def after_ties(block: Block, found: Mapping[int, Tie]) -> dict[int, int]:
@@ -66,6 +69,8 @@ def after_ties(block: Block, found: Mapping[int, Tie]) -> dict[int, int]:
     readers. Found on a U-Net by `zero3`, the gradients of whose filters ran up to seven blocks late
     (2,046 MiB of an H100; since, 1,416).
     """
+    if not found:
+        return {}
     waited: dict[ShardedValue, int] = {}
     for time, tie in found.items():
         waited.update((v, max(time, waited.get(v, 0))) for v in tie.results)
@@ -100,10 +105,9 @@ def _is_fused(instruction: Instruction) -> bool:
     return may_be_fused(instruction.eqn) or instruction.eqn.primitive.name in SAME_BUFFER
 
 
-def _filters_on_time(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
+def _filters_on_time(block: Block, mesh: Sequence[int], products: Sequence[int]) -> dict[int, Tie]:
     """What is gathered for a convolution, and waits for an earlier product."""
     instructions = block.instructions
-    products = [t for t, x in enumerate(instructions) if is_product(x)]
     convolved: dict[ShardedValue, int] = {}  # what a convolution reads, and which product it is
     for place, time in enumerate(products):
         eqn = instructions[time].eqn  # type: ignore[union-attr]
@@ -111,6 +115,8 @@ def _filters_on_time(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
             for value in reads(instructions[time]):
                 convolved.setdefault(value, place)
     found: dict[int, Tie] = {}
+    if not convolved:
+        return found
     for time, instruction in enumerate(instructions):
         if not isinstance(instruction, Relayout) or not is_large_gather(instruction, mesh):
             continue
@@ -120,10 +126,12 @@ def _filters_on_time(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
     return found
 
 
-def _products_in_order(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
+def _products_in_order(
+    block: Block, mesh: Sequence[int], products: Sequence[int]
+) -> dict[int, Tie]:
     """Products that read an operand when what nothing else waits for is there."""
     instructions = block.instructions
-    products = [t for t, x in enumerate(instructions) if is_product(x)]
+    at_products = frozenset(products)
     if len(products) <= PRODUCTS_AHEAD:
         return {}
     readers: dict[ShardedValue, list[int]] = defaultdict(list)
@@ -157,7 +165,7 @@ def _products_in_order(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
                 for result in writes(instruction)
                 if ahead and not _is_read(result, ahead[-1], instructions, readers)
             ]
-        if not is_product(instruction):
+        if time not in at_products:
             continue
         buffers = [v for v in reads(instruction) if v in ranks and v not in results]
         if results and buffers:

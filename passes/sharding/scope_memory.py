@@ -73,7 +73,7 @@ def _facts(jaxpr: Jaxpr, compiler: CompilerRules) -> _ScopeFacts:
         program, inputs, outputs, value_bytes, lambda v: math.prod(aval_shape(v)), compiler
     )
     results = (var for made in program for var in made.results)
-    made_again = [var for var in results if held.made_of.get(var) not in (None, {var})]
+    made_again = [var for var in results if held.is_made_again(var)]
     last_read: dict[Var, int] = {}
     times = held.run_times(program)
     for number in sorted(range(len(program)), key=times.__getitem__):

@@ -269,7 +269,7 @@ class _FusionWalk:
         if var in self.written:
             return True
         count = self.kernels.get(var, 1)
-        return (count - 1) * made.bytes > (count + 1) * value_bytes(var)
+        return count > 1 and (count - 1) * made.bytes > (count + 1) * value_bytes(var)
 
     def _meets_rows(self, eqn: JaxprEqn, frontier: Set[Var]) -> bool:
         """Whether an equation reduces rows that meet the result, or is where they meet.
@@ -288,8 +288,10 @@ class _FusionWalk:
         (result,) = eqn.outvars
         small = [self.source.get(x, x) for x in eqn.invars if isinstance(x, Var)]
         small = [var for var in small if var in self._of_rows]
+        if not small:
+            return False
         of = frozenset[Var]().union(*(self._of_rows[var] for var in small))
-        if small and max(map(_count, small)) == _count(result):
+        if max(map(_count, small)) == _count(result):
             self._of_rows[result] = of
             return False
         meeting = {var for var in of if not self._reduced[var].isdisjoint(frontier)}
@@ -303,16 +305,26 @@ class _FusionWalk:
             if isinstance(atom, Literal):
                 continue
             var = self.source.get(atom, atom)
-            size = value_bytes(var)
-            if place == 0 and eqn.primitive.name in _PARTS:
-                size = min(size, value_bytes(eqn.outvars[0]))
-            before = self.levels.get(var, 0) - (var in self._open)
-            inner = self.chains.get(var) or _FusedChain({var: size}, before)
-            for read, bytes_read in inner.frontier.items():
-                frontier[read] = max(frontier.get(read, 0), bytes_read)
+            inner = self.chains.get(var)
+            if inner is None:
+                size = value_bytes(var)
+                if place == 0 and eqn.primitive.name in _PARTS:
+                    size = min(size, value_bytes(eqn.outvars[0]))
+                before = self.levels.get(var, 0) - (var in self._open)
+                inner = _FusedChain({var: size}, before)
+            if inner.frontier is not frontier:
+                frontier = _joined(frontier, inner.frontier) if frontier else inner.frontier
             level, has_rows = max(level, inner.level), has_rows or inner.has_rows
         meets = self._meets_rows(eqn, frontier.keys())
         return _FusedChain(frontier, level, has_rows or meets)
+
+
+def _joined(one: Mapping[Var, int], other: Mapping[Var, int]) -> dict[Var, int]:
+    """The bytes that are read of each value, by whoever reads more."""
+    joined = {**one, **other}
+    for var in one.keys() & other.keys():
+        joined[var] = max(one[var], other[var])
+    return joined
 
 
 def _kernels_of(jaxpr: Jaxpr, source: Mapping[Var, Var], first: _FusionWalk) -> dict[Var, int]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from autopar.passes.graph.primitives import ELEMENTWISE
-from autopar.passes.sharding.epilogues import InstructionValues, V, name_of
+from autopar.passes.sharding.epilogues import InstructionValues, name_of
 
 FEWEST_DIMS = 4
 """Of what is batched and has rows and columns and groups of them."""
@@ -33,18 +33,18 @@ class Ordered(NamedTuple):
 
 
 def turned_products(
-    program: Sequence[InstructionValues[V]],
-    readers: Mapping[V, Sequence[InstructionValues[V]]],
-    root: Callable[[V], V],
-) -> dict[V, V]:
+    program: Sequence[InstructionValues[int]],
+    readers: Sequence[Sequence[int]],
+    root: Callable[[int], int],
+) -> dict[int, int]:
     """Values that are written in another order than a product has them in, and the first product's.
 
     Args:
       program: in order.
-      readers: of each buffer.
+      readers: of each buffer, the numbers of the instructions that read it.
       root: the value whose buffer one is.
     """
-    orders: dict[V, Ordered] = {}
+    orders: dict[int, Ordered] = {}
     turned: dict[int, set[int]] = {}  # products that meet others, and the instructions where
     firsts: dict[int, int] = {}
     swapped: set[int] = set()  # rows for columns: kernels read what they need in tiles
@@ -68,63 +68,63 @@ def turned_products(
                         continue
                     own, wanted = (_places(x.dims, shape) for x in (other, first))
                     if own[-1:] != wanted[-1:]:
-                        turned.setdefault(other.product, set()).add(id(made))
+                        turned.setdefault(other.product, set()).add(number)
                         firsts.setdefault(other.product, first.product)
                         if own == (*wanted[:-2], *wanted[:-3:-1]):
                             swapped.add(other.product)
-    written: dict[V, V] = {}
+    written: dict[int, int] = {}
     for number, meetings in turned.items():
         value = root(program[number].results[0])
         while len(readers[value]) == 1 and number not in swapped:
             (reader,) = readers[value]
-            if id(reader) in meetings or name_of(reader) not in ELEMENTWISE:
+            if reader in meetings or name_of(program[reader]) not in ELEMENTWISE:
                 break
-            value = root(reader.results[0])
+            value = root(program[reader].results[0])
         if len(readers[value]) > 1 or number in swapped:
             written[value] = root(program[firsts[number]].results[0])
     return written
 
 
 def made_together(
-    program: Sequence[InstructionValues[V]],
-    made_of: Mapping[V, frozenset[V]],
-    turned: Mapping[V, V],
-    readers: Mapping[V, Sequence[InstructionValues[V]]],
-    root: Callable[[V], V],
-) -> Iterable[tuple[V, V, frozenset[V]]]:
+    program: Sequence[InstructionValues[int]],
+    made_of: Mapping[int, frozenset[int]],
+    turned: Mapping[int, int],
+    readers: Sequence[Sequence[int]],
+    root: Callable[[int], int],
+) -> Iterable[tuple[int, int, frozenset[int]]]:
     """Of kernels that write more than one result: the last, an operand, and the other results.
 
     Args:
       program: in order.
       made_of: the buffers that values are computed from.
       turned: as `turned_products` has them.
-      readers: of each buffer.
+      readers: of each buffer, the numbers of the instructions that read it.
       root: the value whose buffer one is.
     """
-    first_of: dict[V, V] = {first: first for first in turned.values()}
-    before: dict[V, set[V]] = {first: set() for first in first_of}  # what products read of it
+    first_of: dict[int, int] = {first: first for first in turned.values()}
+    before: dict[int, set[int]] = {first: set() for first in first_of}  # what products read of it
     for made in program:
         if name_of(made) not in ELEMENTWISE:
             continue
         result, own = root(made.results[0]), [root(v) for v in made.operands if v is not None]
-        sources = frozenset[V]().union(*(made_of.get(v, frozenset()) for v in own))
+        sources = frozenset[int]().union(*(made_of.get(v, frozenset()) for v in own))
         if made_of.get(result) != frozenset((result,)) or result in turned:
             continue
         met = sources.intersection(turned)
         if not met:
             for first in {first_of[v] for v in sources if v in first_of}:
                 first_of[result] = first
-                if any(name_of(reader) == "dot_general" for reader in readers[result]):
+                if any(name_of(program[reader]) == "dot_general" for reader in readers[result]):
                     before[first].add(result)
-        elif beside := set[V]().union(*(before[turned[v]] for v in met)):
+        elif beside := set[int]().union(*(before[turned[v]] for v in met)):
             yield result, next(v for v in own if met & made_of[v]), frozenset(beside)
 
 
-def _get(orders: Mapping[V, Ordered], value: V | None) -> Ordered | None:
+def _get(orders: Mapping[int, Ordered], value: int | None) -> Ordered | None:
     return None if value is None else orders.get(value)
 
 
-def _is_short(made: InstructionValues[V]) -> bool:
+def _is_short(made: InstructionValues[int]) -> bool:
     """Whether a product has few bits, which are widened for what comes after it."""
     return made.eqn is not None and made.eqn.outvars[0].aval.dtype.itemsize < 4
 
