@@ -14,6 +14,7 @@ import pytest
 import autopar
 from autopar.base.options import Options
 from autopar.passes.planner.auto_stages import StageSearch
+from autopar.passes.planner.layer_units import units_of
 from autopar.passes.planner.layout_search import LayoutSearch
 from autopar.passes.planner.more_microbatches import worth_trying
 from autopar.passes.planner.stage_bound import MIXED, NOTHING_ELSEWHERE, KnownElsewhere
@@ -67,6 +68,36 @@ def test_sizes_are_priced_if_stages_may_be_quicker_on_one() -> None:
     assert {*asked.values()} == {MIXED}
     assert KnownElsewhere(1.0).hopeful([1, 2, 8], least) == []
     assert NOTHING_ELSEWHERE.hopeful([1, 2, 8], least) == [1, 2, 8]
+
+
+def test_larger_sizes_than_hopeful_ones_are_not_asked_for() -> None:
+    """More devices send more; what they take is known of plans, which take time to find."""
+    seconds, asked = {1: 3.0, 2: 0.98, 4: 1.01, 8: 1.2, 16: 1.3}, list[int]()
+
+    def least(size: int, enough: float) -> float:
+        asked.append(size)
+        return seconds[size]
+
+    assert KnownElsewhere(1.0).hopeful([*seconds], least) == [2, 4]
+    assert asked == [1, 2, 1, 2, 4, 8]
+
+
+def test_typical_units_are_cut_as_among_all() -> None:
+    """Also where layers that look alike are not cut from each other."""
+    shapes = [jax.ShapeDtypeStruct((64, 64), "float32")] * 9
+    graph = trace(step, (shapes, jax.ShapeDtypeStruct((64, 64), "float32"))).graph
+    search = LayoutSearch.of(graph, Options(stages="auto"), CLUSTER, lambda message: None)
+    split = search.split(8, is_pipeline=True)
+    units = units_of(split)
+    assert units is not None and 2 * len(units.typical) + 1 < len(units.starts)
+    alone, among_all = units.typical_graphs(split), units.graphs_of(units.sliced(split))
+    assert [*alone] == [*among_all]
+    for kind, unit in alone.items():
+        other = among_all[kind]
+        assert str(unit.graph.jaxpr) == str(other.graph.jaxpr)
+        assert unit.tasks == other.tasks and unit.inputs == other.inputs
+        received = zip(unit.graph.inputs, other.graph.inputs, strict=True)
+        assert all(a.role == b.role and a.batch_axis == b.batch_axis for a, b in received)
 
 
 def test_what_stages_take_for_the_first_microbatch_is_bounded_too() -> None:
