@@ -64,8 +64,7 @@ def evaluated(eqn: JaxprEqn, operands: Sequence[Any], lead: int, rows: int | Non
         if len(arrays) > MOST_CASES:
             return None
         with np.errstate(over="ignore", divide="ignore"):  # as XLA wraps
-            made = np.asarray(compute(*arrays))
-        return made.astype(eqn.outvars[0].aval.dtype, copy=False)
+            return np.asarray(compute(*arrays)).astype(eqn.outvars[0].aval.dtype, copy=False)
     value = np.asarray(operands[0])
     if name == "broadcast_in_dim":
         dims = [int(d) for d in eqn.params["broadcast_dimensions"]]

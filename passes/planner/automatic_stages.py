@@ -75,7 +75,8 @@ class AutomaticStages:
     def _stage_counts(self) -> Sequence[int]:
         """The microbatches of automatic stages in the order in which they are tried.
 
-        Those that are asked, else about four for each node, fewer, and more.
+        Those that are asked, else about four for each node, fewer, and more. None for one device,
+        or where a mesh is asked for.
         """
         asked, sizes = self.search.options.microbatches, batch_sizes(self.search.graph)
         one_mesh = self.search.options.logical_mesh is not None

@@ -304,7 +304,7 @@ class LayoutSearch:
                 split = self.split(count, is_pipeline=True)
                 units = units_of(split)
                 if units is not None:
-                    self.report("costs of layers on one mesh")
+                    self.report(f"costs of {len(units.starts)} layers on one mesh")
                     asked = self.options, self.cluster, count
                     costs = UnitCosts(units, units.typical_graphs(split), *asked)
                     found = OneMeshCosts(costs, self.cluster.num_devices)

@@ -110,8 +110,8 @@ class QuickerAgain:
         missing = part.num_devices * (free.peak.bytes - limit) if free else 0
         if steps.wanted_bytes < missing or not len(steps):
             return
-        count = format_microbatches(steps.split.num_microbatches)
-        self.report(f"{count}: {len(steps)} ways to compute values again")
+        batch = format_microbatches(steps.split.num_microbatches)
+        self.report(f"{batch}: {len(steps)} ways to compute values again")
         known: dict[int, PlannedStage] = {}
 
         @cache

@@ -21,7 +21,9 @@ class KnownElsewhere(NamedTuple):
     Stages on submeshes of one size that have an equal part of all units each are a bound for those
     of whole units, with any memory. Where that is above what is known on every size, none is
     priced. Where it is not on every size, stages of several sizes may be quicker than those of one,
-    and sizes are priced as well on which the bound is hardly above it. That is a guess.
+    and sizes are priced as well on which the bound is hardly above it. Where one is found that may
+    be quicker, multiples of a later one that is not so are left: their devices send more. Both are
+    guesses.
     """
 
     seconds: float = math.inf
@@ -38,13 +40,16 @@ class KnownElsewhere(NamedTuple):
             return [*sizes]
         if all(least(size, self.seconds) >= self.seconds for size in sizes):
             return []
-        found, most = list[int](), MIXED * self.seconds
+        found, missed, most = dict[int, float](), list[int](), MIXED * self.seconds
         for size in sizes:
-            if least(size, most) < most:
-                found.append(size)
-            elif found:
-                break  # more devices send more
-        return found
+            if any(size % other == 0 for other in missed):
+                continue
+            seconds = least(size, most)
+            if seconds < most:
+                found[size] = seconds
+            elif min(found.values(), default=math.inf) < self.seconds:
+                missed.append(size)
+        return [*found]
 
     def longest(self, count: int, num_stages: int) -> float:
         """What stages may take at the most, each after the other for the first microbatch.

@@ -64,13 +64,13 @@ class UnitCost(NamedTuple):
             once_seconds=times * self.once_seconds,
         )
 
-    def shared_by(self, devices: float) -> UnitCost:
+    def shared_by(self, times: int) -> UnitCost:
         """The time on so many times the devices, which share what is done; no memory."""
         return NOTHING._replace(
-            seconds=self.seconds / devices,
-            forward_seconds=self.forward_seconds / devices,
-            rowless_seconds=self.rowless_seconds / devices,
-            once_seconds=self.once_seconds / devices,
+            seconds=self.seconds / times,
+            forward_seconds=self.forward_seconds / times,
+            rowless_seconds=self.rowless_seconds / times,
+            once_seconds=self.once_seconds / times,
         )
 
     def with_rows(self, part: float) -> UnitCost:

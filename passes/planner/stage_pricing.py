@@ -188,7 +188,7 @@ def _hopeful_first(
 class _Casting(NamedTuple):
     """Typical units that cast parameters in every microbatch, and the bytes that all spare so.
 
-    They are none where nothing is cast.
+    As many as the typical one of its kind does, each; none where nothing is cast.
     """
 
     graphs: dict[Kind, StageGraph]

@@ -198,15 +198,17 @@ class UnitCosts:
         """What all units take at the least in one of the ways to run them on so many devices.
 
         With any memory. More devices send more: together they take no less time than one alone, or
-        than fewer of them. Of the kind that computes most, quick meshes may tell what is `known`.
+        than a part of as many on each of several. Of the kind that computes most, quick meshes may
+        tell what is `known`; if not, those of the largest part whose plans there are.
         """
         if not self._begin(1).heaviest:
             return [NOTHING]
         ways = [*self._free_ways(1).ways.values()]
         if not known:
-            fewer = max(x for x, y in self._begun.items() if x == 1 or (x < size and y.heaviest))
-            totals = self.least_totals(fewer) if fewer > 1 else map(joined, ways)
-            return [total.shared_by(size / fewer) for total in totals]
+            parts = (x for x, y in self._begun.items() if x < size and size % x == 0 and y.heaviest)
+            part = max(parts, default=1)
+            totals = self.least_totals(part) if part > 1 else map(joined, ways)
+            return [total.shared_by(size // part) for total in totals]
         begun, heaviest = self._begin(size), self._heaviest
         plans = (begun.planned[mesh][heaviest] for mesh in begun.quickest())
         units = [self._time(heaviest, plan, begun.part).cost for plan in plans]

@@ -161,7 +161,7 @@ class _FusedChain(NamedTuple):
     Whether the operations up to it have rows: `Traffic`.
     """
 
-    frontier: dict[Var, int]
+    frontier: Mapping[Var, int]
     level: int
     has_rows: bool = False
 
@@ -299,7 +299,7 @@ class _FusionWalk:
         return bool(meeting)
 
     def _chain(self, eqn: JaxprEqn) -> _FusedChain:
-        frontier: dict[Var, int] = {}
+        frontier: Mapping[Var, int] = {}
         level, has_rows = 0, False
         for place, atom in enumerate(eqn.invars):
             if isinstance(atom, Literal):

@@ -127,5 +127,6 @@ class Problem:
 
 
 def _least(tables: Sequence[Integers]) -> int:
-    """The least number in some tables, 0 if they have none."""
-    return int(np.concatenate([table.ravel() for table in tables]).min(initial=0)) if tables else 0
+    """The least number in some tables, of which each is looked at once; at most 0."""
+    distinct = {id(table): table for table in tables}.values()
+    return min((int(table.min(initial=0)) for table in distinct), default=0)

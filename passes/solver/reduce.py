@@ -41,7 +41,10 @@ FEW_CELLS = 12_000
 """Up to so many cells of all pairs of strategies, all pairs are compared at once."""
 
 MOST_KEPT = 200_000
-"""Of how many nodes the process remembers which strategies dominance left."""
+"""Of how many nodes the process remembers which strategies dominance left.
+
+That follows from their numbers alone, so it is the same whatever was planned before.
+"""
 
 _KEPT: dict[bytes, tuple[Integers | None]] = {}  # by digests of nodes' numbers
 

@@ -21,6 +21,7 @@ from autopar.passes.planner.stage_bound import MIXED, NOTHING_ELSEWHERE, KnownEl
 from autopar.passes.planner.stage_costs import NOTHING, UnitCost, evenly, joined
 from autopar.passes.planner.stage_pricing import price_stages
 from autopar.passes.planner.stages_within import WORTH_PLANNING
+from autopar.passes.planner.unit_costs import UnitCosts
 from autopar.passes.trace.trace import trace
 
 CLUSTER = autopar.Cluster.preset("p3.16xlarge", nodes=2)
@@ -80,6 +81,27 @@ def test_larger_sizes_than_hopeful_ones_are_not_asked_for() -> None:
 
     assert KnownElsewhere(1.0).hopeful([*seconds], least) == [2, 4]
     assert asked == [1, 2, 1, 2, 4, 8]
+    # Among these the one that may be quicker comes later, or has other factors.
+    for seconds, hopeful in (
+        ({1: 1.04, 2: 1.06, 4: 0.9}, [1, 4]),
+        ({8: 1.02, 16: 0.99, 24: 3.0, 32: 1.01, 48: 0.5}, [8, 16, 32]),
+    ):
+        assert KnownElsewhere(1.0).hopeful([*seconds], least) == hopeful
+
+
+def test_fewer_devices_bound_those_that_they_divide() -> None:
+    """Twenty-four of them compute no quicker than eight where nothing divides by three."""
+    shapes = [jax.ShapeDtypeStruct((4096, 4096), "float32")] * 4
+    graph = trace(step, (shapes, jax.ShapeDtypeStruct((65536, 4096), "float32"))).graph
+    cluster = autopar.Cluster.preset("p3.16xlarge", nodes=12)
+    search = LayoutSearch.of(graph, Options(stages="auto"), cluster, lambda message: None)
+    split = search.split(8, is_pipeline=True)
+    units = units_of(split)
+    assert units is not None
+    costs = UnitCosts(units, units.typical_graphs(split), search.options, cluster, 8)
+    for size in (8, 16, 24, 32):
+        told = min(x.seconds for x in costs.least_totals(size, known=False))
+        assert told <= min(x.seconds for x in costs.least_totals(size))
 
 
 def test_typical_units_are_cut_as_among_all() -> None:
