@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
+from inter_op.chained_layers import step
 
 import autopar
 from autopar.base.options import Options
@@ -16,16 +16,6 @@ from autopar.passes.trace.trace import trace
 
 CLUSTER = autopar.Cluster.preset("p3.16xlarge", nodes=1, devices_per_node=1)
 ROWS, WIDTH, LAYERS = 512, 64, 6
-
-
-def step(params: Any, x: jax.Array) -> Any:
-    def loss(params: Any) -> jax.Array:
-        y = x
-        for w in params:
-            y = jnp.tanh(y @ w)
-        return jnp.mean(y**2)
-
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
 
 
 @pytest.mark.parametrize(("room", "looked_at"), [(0.01, [1]), (0.3, [1, 4]), (2.0, [1, 2])])

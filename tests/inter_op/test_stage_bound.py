@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from inter_op.chained_layers import step
 
 import autopar
 from autopar.base.options import Options
@@ -142,16 +141,6 @@ def test_fewer_microbatches_are_found_where_the_first_number_promises_nothing() 
     good = worth_trying(found, [*quick], FREE, best * 1.06)
     assert good and quick[good[0]] <= 1.05 * best
     assert worth_trying(found, [*quick], FREE, best * 1.04) == []
-
-
-def step(params: Any, x: jax.Array) -> Any:
-    def loss(params: Any) -> jax.Array:
-        y = x
-        for w in params:
-            y = jnp.tanh(y @ w)
-        return jnp.mean(y**2)
-
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
 
 
 def test_what_is_quicker_than_all_that_is_known_is_found_as_without() -> None:
