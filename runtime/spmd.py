@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec
 
 from autopar.arrays.typed_keys import is_key
 from autopar.passes.graph.barriers import is_barrier
-from autopar.passes.graph.jax_compat import source_context
 from autopar.passes.graph.primitives import MATRIX_FUNCTIONS
 from autopar.passes.graph.scans import ScanParts
+from autopar.passes.graph.source_infos import source_context
 from autopar.passes.primitives.cuts import DimCut, bind_with
 from autopar.passes.primitives.group_tiles import product_by_parts, product_in_tiles
 from autopar.passes.primitives.group_tiling import GROUPED, has_parts, tiling_of

@@ -29,7 +29,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes.experts.row_moves import RowIndices, gathered_rows, scattered_rows
-from autopar.passes.graph import jax_compat
+from autopar.passes.graph import jax_compat, source_infos
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import (
     Atom,
@@ -164,7 +164,7 @@ class _Scope:
 
     def run(self) -> list[Any]:
         for eqn in self.jaxpr.eqns:
-            with jax_compat.source_context(eqn):
+            with source_infos.source_context(eqn):
                 if not self.rows(eqn):
                     operands = [self.read(atom) for atom in eqn.invars]
                     if eqn.primitive.name == "scan":

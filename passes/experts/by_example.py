@@ -33,7 +33,7 @@ from autopar.passes.experts.orders import MixedRowsError, Order, SortedRows
 from autopar.passes.experts.row_by_row import is_grouped
 from autopar.passes.experts.row_functions import Facts, RowFunction
 from autopar.passes.experts.sorted_rows import SortedScope
-from autopar.passes.graph import jax_compat
+from autopar.passes.graph import jax_compat, source_infos
 from autopar.passes.graph.graph import (
     Atom,
     Graph,
@@ -205,7 +205,7 @@ class ScopeByExample(SortedScope):
             self.take(var, array)
             self.learn_keys(var)
         for eqn in self.jaxpr.eqns:
-            with jax_compat.source_context(eqn):
+            with source_infos.source_context(eqn):
                 self.evaluate_at(eqn)
             self.facts.learn(eqn)
             for var in eqn.outvars:
@@ -309,7 +309,7 @@ def _are_alike(eqn: JaxprEqn, other: JaxprEqn) -> bool:
     """Whether two sorts are of one line of the user's: those of layers stay together."""
     if eqn is other:
         return True
-    lines = jax_compat.user_frame(eqn), jax_compat.user_frame(other)
+    lines = source_infos.user_frame(eqn), source_infos.user_frame(other)
     return eqn.primitive.name == "sort" and lines[0] is not None and lines[0] == lines[1]
 
 

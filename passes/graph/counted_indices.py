@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from autopar.passes.graph import jax_compat
+from autopar.passes.graph import source_infos
 from autopar.passes.graph.graph import (
     Graph,
     eliminate_dead_code,
@@ -292,7 +292,7 @@ def _picked(indices: Var, kept: Sequence[int], eqn: JaxprEqn) -> tuple[Var, list
         return parts[0] if len(parts) == 1 else lax.concatenate(parts, last)
 
     struct = jax.ShapeDtypeStruct(indices.aval.shape, indices.aval.dtype)
-    with jax_compat.source_context(eqn):
+    with source_infos.source_context(eqn):
         traced: Jaxpr = jax.make_jaxpr(take)(struct).jaxpr
     (result,) = traced.outvars
     named = {traced.invars[0]: indices}

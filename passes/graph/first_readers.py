@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from autopar.passes.graph import jax_compat
+from autopar.passes.graph import source_infos
 from autopar.passes.graph.graph import inner_jaxprs, user_source
 
 
@@ -30,7 +30,7 @@ def _look(jaxpr: Jaxpr, given: Mapping[Var, int], found: dict[int, str]) -> None
             pairs = zip(inner.invars, outer, strict=True)
             passed = {v: given[o] for v, o in pairs if not isinstance(o, Literal) and o in given}
             _look(inner, passed, found)
-        if jax_compat.user_frame(eqn) is not None:
+        if source_infos.user_frame(eqn) is not None:
             for index in read:
                 found.setdefault(index, user_source(eqn))
 

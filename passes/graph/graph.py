@@ -16,7 +16,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Var
 
 from autopar.base.row_sorts import RowSort
-from autopar.passes.graph import jax_compat, primitives
+from autopar.passes.graph import jax_compat, primitives, source_infos
 from autopar.passes.graph.barriers import is_barrier, part_of_barrier, passed_by_barrier
 from autopar.passes.graph.cond_literals import with_literals_inside
 from autopar.passes.graph.held_constants import HeldConstants, passed_down
@@ -138,7 +138,7 @@ def _inline_into(
 ) -> None:
     for eqn in jaxpr.eqns:
         operands = [read_atom(env, v) for v in eqn.invars]
-        info = eqn.source_info if outer is None else jax_compat.with_outer_source(eqn, outer)
+        info = eqn.source_info if outer is None else source_infos.with_outer_source(eqn, outer)
         name = eqn.primitive.name
         only = operands[0] if primitives.is_identity(eqn) else only_platform(eqn)
         if only is not None:
@@ -341,7 +341,7 @@ def check(graph: Graph) -> None:
 
 def user_source(eqn: JaxprEqn) -> str:
     """`file.py:12 (function)` of the user's code that made this equation, or its name stack."""
-    frame = jax_compat.user_frame(eqn)
+    frame = source_infos.user_frame(eqn)
     if frame is None:
         return str(eqn.source_info.name_stack) or "an unknown line"
     return f"{frame[0]}:{frame[1]} ({frame[2]})"

@@ -1,4 +1,6 @@
-"""What touches `jax._src`, with `absent_cudnn.py`: everything else uses JAX's public names.
+"""What touches `jax._src`: everything else uses JAX's public names.
+
+So do `source_infos.py` and `absent_cudnn.py`, each for one thing.
 
 Each function here says what it needs and why no public name serves.
 """
@@ -9,9 +11,8 @@ import gc
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import cache, lru_cache, update_wrapper
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, update_wrapper
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -23,62 +24,10 @@ from jax._src import (
     custom_partitioning_sharding_rule,
     distributed,
     dtypes,
-    source_info_util,
     stages,
 )
 from jax._src.interpreters import mlir
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
-
-from autopar.base.user_code import is_own, is_users
-
-
-def with_outer_source(eqn: JaxprEqn, outer: JaxprEqn) -> Any:
-    """The source info of an inlined equation: the outer name stack before its own.
-
-    An equation that comes from a cached jit may carry no traceback; it inherits the outer one's.
-    No public name builds a SourceInfo.
-    """
-    inner_info, outer_info = eqn.source_info, outer.source_info
-    name_stack = outer_info.name_stack + inner_info.name_stack
-    traceback = inner_info.traceback
-    if traceback is None or next(_frames(traceback), None) is None:
-        traceback = outer_info.traceback
-    return inner_info.replace(name_stack=name_stack, traceback=traceback)
-
-
-def source_context(eqn: JaxprEqn) -> AbstractContextManager[Any]:
-    """A context in which newly traced equations carry `eqn`'s name stack and source line."""
-    info = eqn.source_info
-    return source_info_util.user_context(info.traceback, name_stack=info.name_stack)
-
-
-def source_named(name: str) -> Any:
-    """The source info of an equation that no line of the user's made: a name stack alone."""
-    return source_info_util.SourceInfo(None, source_info_util.new_name_stack(name))
-
-
-def _frames(traceback: Any) -> Iterator[tuple[str, int, str]]:
-    for frame in source_info_util.user_frames(traceback):
-        yield frame.file_name, frame.start_line, frame.function_name
-
-
-def user_frame(eqn: JaxprEqn) -> tuple[str, int, str] | None:
-    """(file, line, function) of the innermost frame that is neither a library nor autopar.
-
-    Falls back to the innermost frame outside JAX and autopar, then to None.
-    """
-    return _user_frame(eqn.source_info.traceback)
-
-
-@lru_cache(4096)  # equations of one line have equal tracebacks
-def _user_frame(traceback: Any) -> tuple[str, int, str] | None:
-    first = None
-    for frame in _frames(traceback):
-        if first is None and not is_own(frame[0]):
-            first = frame
-        if is_users(frame[0]):
-            return frame
-    return first
 
 
 def is_pmap(eqn: JaxprEqn) -> bool:
@@ -193,12 +142,6 @@ def current_trace() -> weakref.ref[Any]:
 def kept_values(trace: Any) -> list[Any]:
     """The values of a trace that something still refers to."""
     return [x for x in gc.get_referrers(trace) if isinstance(x, core.Tracer)]
-
-
-def value_frame(value: Any) -> tuple[str, int, str] | None:
-    """(file, line, function) of the user's code that made a traced value."""
-    info = getattr(value, "_line_info", None)
-    return None if info is None else _user_frame(info.traceback)
 
 
 def distributed_client() -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from autopar.passes.graph import jax_compat
+from autopar.passes.graph import jax_compat, source_infos
 from autopar.passes.graph.primitives import KERNELS
 from autopar.passes.graph.scans import ScanParts, WhileParts
 
@@ -31,7 +31,7 @@ def evaluate_widened(jaxpr: Jaxpr, values: Sequence[Any]) -> list[Any]:
         return _wide(atom.val) if isinstance(atom, Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
-        with jax_compat.source_context(eqn):
+        with source_infos.source_context(eqn):
             results = _evaluate(eqn, [read(atom) for atom in eqn.invars])
         env.update(zip(eqn.outvars, map(_wide, results), strict=True))
     return [read(atom) for atom in jaxpr.outvars]

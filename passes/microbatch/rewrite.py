@@ -7,7 +7,6 @@ inputs and outputs.
 
 from __future__ import annotations
 
-from collections import ChainMap
 from typing import Any
 
 import jax
@@ -18,12 +17,13 @@ from jax.extend.core import Var
 
 from autopar.passes.graph import graph as graphs
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import Graph
+from autopar.passes.graph.graph import Atom, Graph
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched, in_phases
 from autopar.passes.microbatch.batch_states import WHOLE, Form, Place
+from autopar.passes.microbatch.loop_body import LoopBody, scan_of
 from autopar.passes.microbatch.new_program import NewProgram, wholes
 from autopar.passes.microbatch.phases import Phases
-from autopar.passes.microbatch.run_steps import Env, combine, identity, run
+from autopar.passes.microbatch.run_steps import Env, identity
 
 
 def rewrite(graph: Graph, phases: Phases, num_microbatches: int) -> Microbatched:
@@ -54,47 +54,42 @@ def _read_whole(phases: Phases) -> list[Var]:
 
 def _loop(phases: Phases, env: Env, parts: int) -> list[Any]:
     """Run the loop, and return what leaves it as whole values."""
-    sliced = [microbatches(env.read(var, WHOLE), place, parts) for var, place in phases.sliced]
-    start = [_accumulator(monoid, var) for var, monoid in phases.accumulated]
-
-    def body(carry: list[Any], xs: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
-        index, rows = xs
-        # It writes values of its own.
-        local = Env(ChainMap({}, env.values), parts, index, phases.same)
-        local.values.update(zip(phases.sliced, rows, strict=True))
-        totals = dict(zip(phases.accumulated, carry, strict=True))
-        left = dict.fromkeys(phases.accumulated)
-
-        def add(made: tuple[Var, str]) -> None:
-            del left[made]
-            total = totals[made]
-            totals[made] = combine(made[1], total, _as(local.read(*made), total.dtype))
-
-        for step in phases.loop:  # what is added up is added as soon as it is there
-            run([step], local)
-            for made in [made for made in step.makes if made in left]:
-                add(made)
-        for made in [*left]:
-            add(made)
-        return [*totals.values()], [local.read(var, place) for var, place in phases.collected]
-
     if not phases.loop:
         return []
-    totals, stacked = lax.scan(body, start, (lax.iota(np.int32, parts), sliced), length=parts)
+    sliced = [microbatches(env.read(var, WHOLE), place, parts) for var, place in phases.sliced]
+    start = [_accumulator(monoid, var) for var, monoid in phases.accumulated]
+    types = {var: jax.typeof(value) for (var, form), value in env.values.items() if form is WHOLE}
+    body = LoopBody(parts, phases.same, types)
+    rows = [body.give(*pair, stack) for pair, stack in zip(phases.sliced, sliced, strict=True)]
+    carries = [jax_compat.new_var(jax.typeof(value)) for value in start]
+    totals: dict[tuple[Var, str], Atom] = dict(zip(phases.accumulated, carries, strict=True))
+    left = dict.fromkeys(phases.accumulated)
+
+    def add(made: tuple[Var, str]) -> None:
+        del left[made]
+        totals[made] = body.combined(made[1], totals[made], *made)
+
+    for step in phases.loop:  # what is added up is added as soon as it is there
+        body.run(step)
+        for made in [made for made in step.makes if made in left]:
+            add(made)
+    for made in [*left]:
+        add(made)
+    collected = [body.read(var, place) for var, place in phases.collected]
+    closed = body.closed([*carries, body.index, *rows], [*totals.values(), *collected])
+    outer = [env.read(x, WHOLE) if isinstance(x, Var) else x for x, _ in body.outer]
+    results = scan_of(closed, outer, start, [lax.iota(np.int32, parts), *sliced], parts)
+    summed, stacked = results[: len(start)], results[len(start) :]
     return [
         *(
             jax_compat.with_type_of(total, var.aval)
-            for (var, _), total in zip(phases.accumulated, totals, strict=True)
+            for (var, _), total in zip(phases.accumulated, summed, strict=True)
         ),
         *(
             jax_compat.with_type_of(collect(rows, place, var.aval.shape), var.aval)
             for (var, place), rows in zip(phases.collected, stacked, strict=True)
         ),
     ]
-
-
-def _as(value: jax.Array, dtype: np.dtype) -> jax.Array:
-    return value if value.dtype == dtype else lax.convert_element_type(value, dtype)
 
 
 def _accumulator(monoid: str, var: Var) -> Any:

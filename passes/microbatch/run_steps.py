@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
-from autopar.passes.graph import jax_compat
+from autopar.passes.graph import jax_compat, source_infos
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import Atom, used_vars
 from autopar.passes.graph.scans import ScanParts, WhileParts
@@ -45,12 +45,10 @@ class Env:
 
     def read(self, atom: Atom, form: Form) -> Any:
         if isinstance(atom, Literal):
-            # A literal that is a jax.Array would become an array that the program holds.
-            value = np.asarray(atom.val) if isinstance(atom.val, jax.Array) else atom.val
-            return self._from_whole(value, atom.aval, form)
+            return self.from_whole(literal_value(atom), atom.aval, form)
         atom = self.same.get(atom, atom)
         if (atom, form) not in self.values:
-            self.values[atom, form] = self._from_whole(self.values[atom, WHOLE], atom.aval, form)
+            self.values[atom, form] = self.from_whole(self.values[atom, WHOLE], atom.aval, form)
         return self.values[atom, form]
 
     def cuts(self, aval: Any, form: Form) -> Cuts:
@@ -60,7 +58,8 @@ class Env:
             cuts[dim] = DimCut(self.parts, self.index, major)
         return tuple(cuts)
 
-    def _from_whole(self, value: Any, aval: Any, form: Form) -> Any:
+    def from_whole(self, value: Any, aval: Any, form: Form) -> Any:
+        """A whole value in another form."""
         if form is WHOLE:
             return value
         assert self.index is not None, (aval, form)
@@ -75,6 +74,11 @@ class Env:
         return lax.select_n(
             lax.broadcast_in_dim(first, aval.shape, ()), neutral, jnp.asarray(value, aval.dtype)
         )
+
+
+def literal_value(literal: Literal) -> Any:
+    """Its number; one that is a jax.Array would become an array that the program holds."""
+    return np.asarray(literal.val) if isinstance(literal.val, jax.Array) else literal.val
 
 
 def identity(monoid: str, shape: Sequence[int], dtype: np.dtype) -> jax.Array:
@@ -112,18 +116,19 @@ def run(steps: Sequence[PhaseStep], env: Env) -> None:
     """Evaluate steps in order."""
     for step in steps:
         eqn = step.eqn
-        with jax_compat.source_context(eqn), eqn.ctx.manager:
+        with source_infos.source_context(eqn), eqn.ctx.manager:
             operands = [
                 None if form == ABSENT else env.read(atom, form)
                 for atom, form in zip(eqn.invars, step.operand_forms, strict=True)
             ]
-            results = _evaluate(step, operands, env)
+            results = evaluate(step, operands, env)
         for var, form, result in zip(eqn.outvars, step.result_forms, results, strict=True):
             if form != ABSENT:
                 env.values[var, form] = result
 
 
-def _evaluate(step: PhaseStep, operands: list[Any], env: Env) -> list[Any]:
+def evaluate(step: PhaseStep, operands: list[Any], env: Env) -> list[Any]:
+    """The results of a step from its operands, each in the form in which the step reads it."""
     eqn = step.eqn
     if step.bodies:
         return _CONTROL_FLOW[eqn.primitive.name](step, operands, env)

@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.arrays.typed_keys import is_key
-from autopar.passes.graph import jax_compat
+from autopar.passes.graph import jax_compat, source_infos
 from autopar.passes.graph.graph import Atom, Graph, flatten
 from autopar.passes.graph.primitives import CONTROL_FLOW, DRAWS, KEEPS_ZERO, SCATTERS
 from autopar.passes.graph.scans import ScanParts
@@ -85,7 +85,7 @@ class _Rewrite:
         for eqn in jaxpr.eqns:
             operands = [read(atom) for atom in eqn.invars]
             evaluate = self.scan if eqn.primitive.name == "scan" else self.equation
-            with jax_compat.source_context(eqn):
+            with source_infos.source_context(eqn):
                 env.update(zip(eqn.outvars, evaluate(eqn, operands), strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 

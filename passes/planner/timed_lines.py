@@ -15,7 +15,7 @@ from typing import NamedTuple
 from jax.extend.core import JaxprEqn, Literal
 
 from autopar.base.cluster import Cluster
-from autopar.passes.graph import jax_compat
+from autopar.passes.graph import source_infos
 from autopar.passes.graph.graph import Atom, variables
 from autopar.passes.graph.name_stacks import pass_of
 from autopar.passes.graph.primitives import KERNELS, PRODUCTS
@@ -197,7 +197,7 @@ def place_and_pass(
 
 def place_of(eqn: JaxprEqn) -> UserLine:
     """The user's line that made an equation."""
-    frame = jax_compat.user_frame(eqn)
+    frame = source_infos.user_frame(eqn)
     return UserLine() if frame is None else _short(frame)
 
 

@@ -13,7 +13,7 @@ from functools import cache
 
 from jax.extend.core import JaxprEqn
 
-from autopar.passes.graph import jax_compat
+from autopar.passes.graph import source_infos
 from autopar.passes.graph.graph import Atom, variables
 from autopar.passes.graph.primitives import HEAVY
 from autopar.passes.slicing.anatomy import Anatomy
@@ -102,4 +102,4 @@ def find_primals(parts: Anatomy) -> dict[int, int]:
 
 def _place(eqn: JaxprEqn) -> tuple[str, tuple[str, int, str] | None]:
     stack = _WRAPPER.sub("", str(eqn.source_info.name_stack))
-    return "/".join(part for part in stack.split("/") if part), jax_compat.user_frame(eqn)
+    return "/".join(part for part in stack.split("/") if part), source_infos.user_frame(eqn)

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar.base.cluster import axis_names
 from autopar.base.errors import ConstraintWarning
 from autopar.base.user_code import warn_at_call
-from autopar.passes.graph import jax_compat
+from autopar.passes.graph import jax_compat, source_infos
 from autopar.passes.graph.constraints import Constraint, constrain_p, constraint_of
 from autopar.passes.trace.arguments import Argument
 from autopar.passes.trace.object_states import is_state
@@ -165,7 +165,7 @@ def _constrained(jaxpr: Jaxpr, wanted: Mapping[Var, tuple[str, Constraint]]) -> 
             constrain_p,
             {"constraint": constraint},
             jex_core.no_effects,
-            jax_compat.source_named(path),
+            source_infos.source_named(path),
         )
         for var, (path, constraint) in wanted.items()
     ]

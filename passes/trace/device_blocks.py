@@ -21,7 +21,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.base.errors import UnknownPrimitiveWarning
-from autopar.passes.graph import jax_compat
+from autopar.passes.graph import jax_compat, source_infos
 from autopar.passes.graph.graph import inner_jaxprs, map_inner_jaxprs, walk
 from autopar.passes.graph.primitives import CONTROL_FLOW, DRAWS
 from autopar.passes.primitives.cuts import bind_with
@@ -154,7 +154,7 @@ class AllDevices:
             return _same(atom.val) if isinstance(atom, Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
-            with jax_compat.source_context(eqn):
+            with source_infos.source_context(eqn):
                 results = self.equation(eqn, [*map(read, eqn.invars)])
             env.update(zip(eqn.outvars, results, strict=True))
         return [

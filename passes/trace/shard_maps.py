@@ -22,7 +22,7 @@ from jax.extend.core.primitives import closed_call_p
 
 from autopar.base.errors import TraceError
 from autopar.base.user_code import is_users
-from autopar.passes.graph import jax_compat
+from autopar.passes.graph import jax_compat, source_infos
 from autopar.passes.graph.graph import Atom, flatten, map_inner_jaxprs, user_source, walk
 from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.trace.device_blocks import (
@@ -198,7 +198,7 @@ class _OnWholeArrays:
 
 
 def _refused(eqn: JaxprEqn, why: str) -> TraceError:
-    frame = jax_compat.user_frame(eqn)
+    frame = source_infos.user_frame(eqn)
     return TraceError(
         "The step holds a jax.pmap, or a jax.shard_map that cannot be followed.",
         where=user_source(eqn) if frame and is_users(frame[0]) else None,

@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from autopar.base.user_code import calling_place, place, warn
 from autopar.passes.graph import graph as graphs
-from autopar.passes.graph import jax_compat
+from autopar.passes.graph import jax_compat, source_infos
 from autopar.passes.graph.graph import Input
 from autopar.passes.graph.primitives import UPDATES
 from autopar.passes.trace.arguments import Argument
@@ -57,7 +57,7 @@ class TraceWatch:
             # is much in memory, and mostly it is the program that keeps the trace, not a value.
             gc.collect()
             if values := self._kept():
-                frame = jax_compat.value_frame(values[0])
+                frame = source_infos.value_frame(values[0])
                 warn(
                     f"{name} keeps a value of the step ({values[0]}) outside of it.",
                     None if frame is None else f"computed at {place(*frame)}",
