@@ -49,6 +49,7 @@ class LoopBody:
         self._parts, self._same, self._types = parts, same, types
         self._values: dict[tuple[Var, Form], Atom] = {}
         self._eqns: list[JaxprEqn] = []
+        self._effects: set[Any] = set()
         self._known: dict[Any, ClosedJaxpr] = {}
         self._here = source_infos.current_source()
 
@@ -128,7 +129,7 @@ class LoopBody:
             names[var] = jax_compat.new_var(var.aval)
             self.outer.append((value, names[var]))
         for eqn in jaxpr.eqns:
-            assert not eqn.effects, f"an effect in the loop: {eqn}"
+            self._effects |= eqn.effects
             outvars = [jax_compat.new_var(var.aval) for var in eqn.outvars]
             invars = [graphs.read_atom(names, atom) for atom in eqn.invars]
             info = source_infos.within(eqn.source_info, self._here)
@@ -161,6 +162,7 @@ class LoopBody:
             invars=[*(inner for _, inner in self.outer), *inputs],
             eqns=self._eqns,
             outvars=list(results),
+            effects=self._effects,
         )
         return ClosedJaxpr(jaxpr, ())
 

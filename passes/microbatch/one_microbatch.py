@@ -10,19 +10,21 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from autopar.passes.graph import graph as graphs
+from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Graph, batch_sizes, variables
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched, in_phases
 from autopar.passes.microbatch.batch_states import WHOLE
 from autopar.passes.microbatch.equations import Context
 from autopar.passes.microbatch.liveness import whole_step
-from autopar.passes.microbatch.new_program import NewProgram, wholes
+from autopar.passes.microbatch.loop_body import LoopBody, scan_of
+from autopar.passes.microbatch.new_program import NewProgram
 from autopar.passes.microbatch.propagate import Forward, forward, input_states
-from autopar.passes.microbatch.run_steps import run
 from autopar.passes.primitives.factor_rule import FactorRule
 
 _LITTLE = 64  # elements; what is made of so few is made again wherever it is read
@@ -52,26 +54,27 @@ def in_one_microbatch(graph: Graph, rules: Mapping[JaxprEqn, FactorRule]) -> Mic
 
     def evaluate(*values: Any) -> list[Any]:
         known = dict(zip(operands, values, strict=True))
+        sums = [var for var, flag in zip(results, summed, strict=True) if flag]
+        start = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in sums]
         sliced = [var for var in operands if var in rows]
-
-        def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            env = wholes(
-                operands, [{**known, **dict(zip(sliced, xs, strict=True))}[v] for v in operands]
-            )
-            run([whole_step(eqn) for eqn in loop], env)
-            leaving = [env.read(var, WHOLE) for var in results]
-            sums = [value for value, flag in zip(leaving, summed, strict=True) if flag]
-            stacks = [value for value, flag in zip(leaving, summed, strict=True) if not flag]
-            return list(map(lax.add, carry, sums)), stacks
-
-        zeros = [
-            jnp.zeros(var.aval.shape, var.aval.dtype)
-            for var, flag in zip(results, summed, strict=True)
-            if flag
+        stacks = [jnp.expand_dims(known[var], 0) for var in sliced]
+        body = LoopBody(1, {}, {var: jax.typeof(value) for var, value in known.items()})
+        inner = [body.give(var, WHOLE, stack) for var, stack in zip(sliced, stacks, strict=True)]
+        for eqn in loop:
+            body.run(whole_step(eqn))
+        carries = [jax_compat.new_var(jax.typeof(value)) for value in start]
+        totals = [
+            body.combined("sum", carry, var, WHOLE)
+            for carry, var in zip(carries, sums, strict=True)
         ]
-        xs = [jnp.expand_dims(known[var], 0) for var in sliced]
-        totals, stacked = (iter(part) for part in lax.scan(body, zeros, xs, length=1))
-        return [next(totals) if flag else lax.squeeze(next(stacked), (0,)) for flag in summed]
+        others = [
+            body.read(var, WHOLE) for var, flag in zip(results, summed, strict=True) if not flag
+        ]
+        closed = body.closed([*carries, *inner], [*totals, *others])
+        outer = [known[x] if isinstance(x, Var) else x for x, _ in body.outer]
+        found = scan_of(closed, outer, start, stacks, 1)
+        added, kept = iter(found[: len(start)]), iter(found[len(start) :])
+        return [next(added) if flag else lax.squeeze(next(kept), (0,)) for flag in summed]
 
     program = NewProgram()
     for index in sorted(needed_inside):

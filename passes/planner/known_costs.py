@@ -12,6 +12,7 @@ from autopar.passes.planner.layouts import StageLayout
 from autopar.passes.planner.one_mesh import OneMeshCosts
 from autopar.passes.planner.split_step import SplitStep
 
+KEPT_SPLITS = 3  # the last ones
 FAR = 4  # times the microbatches that layers were priced with, of which these tell
 
 
@@ -32,7 +33,8 @@ class KnownCosts(NamedTuple):
     """What layers cost, by microbatches; a batch is not divided into more than `inexact` say.
 
     `analyses` are of steps that one loop over their microbatches does for; `misfits` are plans for
-    one mesh that do not fit.
+    one mesh that do not fit; `splits` are the last steps of at most one loop, by microbatches and
+    whether they have it.
     """
 
     stages: dict[int, PricedStages]
@@ -40,6 +42,14 @@ class KnownCosts(NamedTuple):
     inexact: list[int]
     analyses: dict[int, microbatch.Analysis]
     misfits: list[PlannedStep]
+    splits: dict[tuple[int, bool], SplitStep]
+
+    def keep_split(self, count: int, is_loop: bool, split: SplitStep) -> SplitStep:
+        """A step that was split, of which others may want what is known of it."""
+        for oldest in list(self.splits)[: 1 - KEPT_SPLITS]:
+            del self.splits[oldest]
+        self.splits[count, is_loop] = split
+        return split
 
     def on_one_mesh(self, count: int, limit: int) -> dict[str, Any]:
         """What a step is expected to take, and layers need, on logical shapes of one mesh.
@@ -56,4 +66,4 @@ class KnownCosts(NamedTuple):
     @classmethod
     def nothing(cls) -> KnownCosts:
         """Before anything is priced."""
-        return cls({}, {}, [], {}, [])
+        return cls({}, {}, [], {}, [], {})

@@ -143,21 +143,26 @@ class LayoutSearch:
         graph, options = self.graph, self.options
         if not is_pipeline and (again is not None or options.remat == "full"):
             return recomputed_step(self.split(count, True), self.cluster, again)
+        has_loop = count > 1 or is_pipeline
+        if (count, has_loop) in self.known.splits:
+            return self.known.splits[count, has_loop]
         if count == 1:
             whole = tuple(OutputCertificate(label.path, "whole batch") for label in graph.outputs)
-            if not is_pipeline:
-                return SplitStep(in_phases(graph), self.rules, whole, rewriting=self.rewriting)
-            step = microbatch.in_one_microbatch(graph, self.rules)
-            rules = populate(step.graph.jaxpr)
-            return SplitStep(step, rules, whole, rewriting=self.rewriting)
+            step, rules = in_phases(graph), self.rules
+            if is_pipeline:
+                step = microbatch.in_one_microbatch(graph, self.rules)
+                rules = populate(step.graph.jaxpr)
+            split = SplitStep(step, rules, whole, rewriting=self.rewriting)
+            return self.known.keep_split(count, has_loop, split)
         check_splits(self.rewriting, count)
         self.report(f"splitting the batch into {count} microbatches")
         analysis = self.analysis(count, is_pipeline, keeps)
         step = microbatch.split(graph, analysis)
-        rules, later = populate(step.graph.jaxpr), ""
+        rules = populate(step.graph.jaxpr)
+        asked = analysis.certificate, count, self.rewriting
         if len(step.loops) > 1:
-            later = "keep" if keeps else "recompute"
-        return SplitStep(step, rules, analysis.certificate, count, self.rewriting, later)
+            return SplitStep(step, rules, *asked, "keep" if keeps else "recompute")
+        return self.known.keep_split(count, has_loop, SplitStep(step, rules, *asked))
 
     def analysis(
         self, count: int, one_loop: bool = False, keeps: bool = False
