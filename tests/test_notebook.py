@@ -8,6 +8,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -221,3 +222,40 @@ def test_names_and_lines_of_differences_keep_together() -> None:
     assert "<del>a</del> → <ins>b</ins>" in shown
     assert "<i>and 3 kinds of leaves</i>" in shown
     assert "<b></b>" not in shown
+
+
+CELL = """
+def train_step(params, x):
+    def loss(params):
+        return jnp.mean(jnp.tanh(x @ params) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return params - 0.1 * grads, value
+"""
+
+
+def test_lines_are_those_of_cells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As IPython names them, and not by the files of one process in which their code is kept."""
+    files = ["/tmp/ipykernel_1/2.py", "/tmp/ipykernel_4/5.py"]
+
+    def format_code_name(name: str) -> tuple[str, str] | None:
+        return ("Cell", "In[3]") if name in files else None
+
+    shell = SimpleNamespace(compile=SimpleNamespace(format_code_name=format_code_name))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    saved = []
+    for number, file in enumerate(files):
+        cell: dict[str, Any] = {"jax": jax, "jnp": jnp}
+        exec(compile(CELL, file, "exec"), cell)
+        plan = autopar.plan(cell["train_step"], shape(64, 64), shape(64, 64), cluster="2xh100")
+        assert {x.source for x in plan.hot_lines.lines} <= {"In[3]:4", "In[3]:6", "In[3]:7"}
+        plan.save(path := tmp_path / f"{number}.json")
+        saved.append(path.read_bytes())
+    assert saved[0] == saved[1]
+
+    def meets_an_if(params: Any, x: Any) -> Any:
+        return cell["train_step"](params, x if x[0, 0] > 0 else -x)
+
+    meets_an_if.__code__ = meets_an_if.__code__.replace(co_filename=files[0])
+    with pytest.raises(autopar.errors.TraceError, match=r"In\[3\]:\d+ \(meets_an_if\)"):
+        autopar.plan(meets_an_if, shape(64, 64), shape(64, 64), cluster="2xh100")

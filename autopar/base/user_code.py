@@ -48,9 +48,20 @@ def is_users(file: str) -> bool:
     return not file.startswith((*library_roots(), "<frozen "))
 
 
+def named(file: str) -> str:
+    """A file as its user knows it: a notebook's cell by its number, `In[3]`.
+
+    The code of a cell has the name of a temporary file, other in every process.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    cell = None if shell is None else shell.compile.format_code_name(file)
+    return file if cell is None else cell[1]
+
+
 def place(file: str, line: int | None, function: str) -> str:
     """How an error names a line: `train.py:31 (train_step)`."""
-    return f"{file}:{line} ({function})"
+    return f"{named(file)}:{line} ({function})"
 
 
 def innermost(error: BaseException) -> str | None:

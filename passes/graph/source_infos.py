@@ -13,7 +13,7 @@ from typing import Any
 from jax._src import source_info_util
 from jax.extend.core import JaxprEqn
 
-from autopar.base.user_code import is_own, is_users
+from autopar.base.user_code import is_own, is_users, named
 
 
 def with_outer_source(eqn: JaxprEqn, outer: JaxprEqn) -> Any:
@@ -66,13 +66,19 @@ def _frames(traceback: Any) -> Iterator[tuple[str, int, str]]:
 def user_frame(eqn: JaxprEqn) -> tuple[str, int, str] | None:
     """(file, line, function) of the innermost frame that is neither a library nor autopar.
 
-    Falls back to the innermost frame outside JAX and autopar, then to None.
+    Falls back to the innermost frame outside JAX and autopar, then to None. A notebook's cell is
+    a file (`user_code.named`).
     """
     return _user_frame(eqn.source_info.traceback)
 
 
 @lru_cache(4096)  # equations of one line have equal tracebacks
 def _user_frame(traceback: Any) -> tuple[str, int, str] | None:
+    frame = _innermost(traceback)
+    return None if frame is None else (named(frame[0]), *frame[1:])
+
+
+def _innermost(traceback: Any) -> tuple[str, int, str] | None:
     first = None
     for frame in _frames(traceback):
         if first is None and not is_own(frame[0]):
