@@ -39,13 +39,12 @@ from autopar.passes.planner.layouts import (
     submesh,
 )
 from autopar.passes.planner.mesh_choice import (
-    NOTHING_SO_FAR,
-    SearchSoFar,
     plan_free,
     plan_meshes,
     plan_stage,
 )
 from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage, in_pipeline
+from autopar.passes.planner.search_so_far import NOTHING_SO_FAR, SearchSoFar
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_labels import label_batch
 from autopar.passes.planner.stage_shardings import LARGE_PROBLEM, memory_limit_of

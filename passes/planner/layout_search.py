@@ -30,7 +30,6 @@ from autopar.passes.planner.layouts import (
     microbatch_counts,
 )
 from autopar.passes.planner.least_memory import LeastMemory, state_on_devices, too_few
-from autopar.passes.planner.mesh_choice import SearchSoFar
 from autopar.passes.planner.more_microbatches import too_small
 from autopar.passes.planner.one_mesh import (
     MAY_MEET,
@@ -51,6 +50,7 @@ from autopar.passes.planner.rewritings import (
     planned_graphs,
     rewritten_steps,
 )
+from autopar.passes.planner.search_so_far import SearchSoFar
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import memory_limit_of
 from autopar.passes.planner.stages_within import seconds_of_best

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import NamedTuple
 
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
@@ -15,9 +14,11 @@ from autopar.passes.graph.casts_again import CastsAgain, casts_again
 from autopar.passes.planner.layouts import ExpectedSeconds, logical_meshes, submesh
 from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage
 from autopar.passes.planner.recomputing_stages import may_pay, recomputing_stage
+from autopar.passes.planner.search_so_far import NOTHING_SO_FAR, SearchSoFar
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import (
     DEAR,
+    ENOUGH_MEMORY_GAP,
     ENOUGH_OF_LARGE,
     HOPELESS,
     HOPELESS_AS_EXPECTED,
@@ -34,29 +35,6 @@ from autopar.passes.solver import TooDear
 
 NEARLY = 1.05  # times the limit, what may need less where it is chosen to fit
 MESHES_TRIED = 2  # of those that do not fit, before more microbatches are
-
-
-class SearchSoFar(NamedTuple):
-    """What is known when meshes are planned: a step that fits takes so long elsewhere.
-
-    Whether `more_microbatches` can be tried after these, and what a step is `expected` to take on
-    some of the meshes; the `only` meshes that are worth planning, if not all are, and those that
-    are `too_small`, if there are others. The bytes that layers `need` of a device at the least tell
-    which meshes cannot fit where another one does not. `again` is asked once, with the quickest
-    plan that keeps all and does not fit: it may find one that computes values again, and says what
-    the quickest step takes that fits.
-    """
-
-    seconds: float = math.inf
-    more_microbatches: bool = False
-    expected: ExpectedSeconds = MappingProxyType({})
-    only: tuple[tuple[int, ...], ...] = ()
-    too_small: frozenset[tuple[int, ...]] = frozenset()
-    need: Mapping[tuple[int, ...], int] = MappingProxyType({})
-    again: Callable[[PlannedStage], float] = lambda planned: math.inf
-
-
-NOTHING_SO_FAR = SearchSoFar()
 
 
 def plan_mesh(
@@ -267,10 +245,11 @@ def plan_meshes(
     meshes of a large program do not fit with these, or one on which layers need no more, the others
     are not planned within the limit either. Nor are they planned at all where two need far too
     much, also chosen for their bytes; or one needs too much, where nothing was expected to fit and
-    `others.only` are tried. Nor is a mesh planned within the limit on which plans chosen for their
-    bytes miss it by more than little, where more microbatches can be tried. To plan within the
-    limit ends where the solver proves that a mesh takes longer than one that fits. The smallest
-    plan of all is looked for where nothing else fits: it is hardly smaller than those.
+    `others.only` are tried; or, where more microbatches can be tried, on two meshes what needs more
+    than there is takes longer than what fits. Nor is a mesh planned within the limit on which plans
+    chosen for their bytes miss it by more than little, where more microbatches can be tried. To
+    plan within the limit ends where the solver proves that a mesh takes longer than what fits. The
+    smallest plan of all is looked for where nothing else fits: it is hardly smaller than those.
 
     Args:
       split: the whole step.
@@ -284,7 +263,7 @@ def plan_meshes(
     limit = memory_limit_of(options, cluster)
     searches, found = dict[int, MeshSearch](), dict[int, PlannedStage]()
     smaller = dict[int, list[PlannedStage]]()  # chosen for their bytes
-    failed, left, last, again = 0, [*range(len(meshes))], list[int](), None
+    failed, too_dear, left, last, again = 0, 0, [*range(len(meshes))], list[int](), None
 
     def least(i: int) -> float:
         """What is known of the seconds on a mesh before it is planned (within the limit)."""
@@ -316,6 +295,14 @@ def plan_meshes(
         """Whether one of them fits, or hardly exceeds the limit."""
         return any(small(i, n + 1)[n].peak.bytes <= NEARLY * limit for n in range(len(DEAR)))
 
+    def slack(i: int) -> float:
+        """Times what a mesh takes at the least: what is found within the limit may lack as much."""
+        return 1 + ENOUGH_MEMORY_GAP if i in found and searches[i].is_large else 1.0
+
+    def waits(i: int) -> bool:
+        """Whether so little is missing on a mesh that other shards will do, perhaps."""
+        return searches[i].is_large and found[i].peak.bytes <= NEARLY * limit
+
     def least_of(i: int) -> PlannedStage:
         """The smallest of the plans on a mesh so far."""
         best = min([found[i], *small(i)], key=lambda x: x.peak.bytes)
@@ -323,10 +310,11 @@ def plan_meshes(
 
     while left:
         i = min(left, key=least)
-        if i in found and again is None:
+        if i in found and again is None and not waits(i):
             again = others.again(found[i])
         fitting = [_whole_seconds(x, cluster) for x in found.values() if x.fits]
-        if found and least(i) > min(again or math.inf, *(fitting or [others.seconds])):
+        quickest = min(again or math.inf, *(fitting or [others.seconds]))
+        if found and slack(i) * least(i) > quickest:
             break
         if i not in found:
             of = f", {len(found) + 1} of {len(meshes)}" if len(meshes) > 1 else ""
@@ -355,9 +343,17 @@ def plan_meshes(
             continue
         report(f"{missing} a device are missing on {_shape(meshes[i])}: solving within the limit")
         tries = 1 if may_wait and not hurries else None
+        at_most = quickest if searches[i].is_large else min(fitting, default=math.inf)
         try:
-            near = searches[i].tightened(first, tries, min(fitting, default=math.inf))
+            near = searches[i].tightened(first, tries, at_most)
+            is_dear = may_wait and not near.fits and near.step_seconds > at_most
         except TooDear:
+            is_dear = True
+        if is_dear:
+            again = others.again(first) if again is None else again
+            too_dear += may_wait
+            if too_dear == MESHES_TRIED:
+                break
             continue
         if tries and not near.fits:
             hurries = not small(i, 1)[0].fits  # then nothing fits, or hardly
@@ -382,6 +378,9 @@ def plan_meshes(
             found[i] = replace(within.proven_by(first), unlimited=first)
             if within.fits:
                 fits(found[i])
+        is_enough = within.fits and within.step_seconds <= slack(i) * first.least_seconds
+        if again is None and not is_enough:
+            again = others.again(first)
     for i in last:
         if any(x.fits for x in found.values()):
             break

@@ -97,7 +97,7 @@ class OneMeshCosts:
 
         Within the limit where they are expected to fit, else with any memory.
         """
-        free = self.fitting(count, sys.maxsize, priced)
+        free = {**self.by_mesh(math.inf), **self.fitting(count, sys.maxsize, priced)}
         return {**free, **self.fitting(count, limit, priced)}
 
     def needed(self, count: int, priced: int) -> dict[tuple[int, ...], int]:

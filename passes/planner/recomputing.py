@@ -12,8 +12,8 @@ from autopar.passes.graph.graph import Graph
 from autopar.passes.planner.candidates import PlannedStep, plan_layout
 from autopar.passes.planner.layouts import StageLayout
 from autopar.passes.planner.least_memory import state_on_devices
-from autopar.passes.planner.mesh_choice import SearchSoFar
 from autopar.passes.planner.recomputed_steps import RecomputedSteps
+from autopar.passes.planner.search_so_far import SearchSoFar
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import memory_limit_of
 

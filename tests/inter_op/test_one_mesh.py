@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -14,7 +15,7 @@ from autopar.base.options import Options
 from autopar.passes.planner import mesh_choice, stage_shardings
 from autopar.passes.planner.auto_stages import StageSearch
 from autopar.passes.planner.layout_search import LayoutSearch
-from autopar.passes.planner.mesh_choice import SearchSoFar, plan_meshes
+from autopar.passes.planner.mesh_choice import plan_meshes
 from autopar.passes.planner.one_mesh import (
     OneMeshBound,
     OneMeshCosts,
@@ -22,7 +23,10 @@ from autopar.passes.planner.one_mesh import (
     working_within,
     worth_pricing,
 )
+from autopar.passes.planner.planned_stage import PlannedStage
+from autopar.passes.planner.search_so_far import SearchSoFar
 from autopar.passes.planner.stage_costs import UnitCost
+from autopar.passes.planner.stage_shardings import MeshSearch
 from autopar.passes.planner.unit_costs import UnitCosts
 from autopar.passes.trace.trace import trace
 
@@ -239,14 +243,89 @@ def test_meshes_that_need_no_less_than_one_that_does_not_fit_are_left(
     assert solved(SearchSoFar(need=dict.fromkeys(meshes, 10))) == 3
 
 
+class Within:
+    """Plans a large step on three logical meshes, on which all need 22,532 bytes.
+
+    What is planned within the limit takes `slower` times as long, and fits or does not.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int, slower: float, fits: bool):
+        self.slower, self.fits, self.again = slower, fits, list[PlannedStage]()
+        self.solved = self.chosen_for_bytes = 0
+        self.options = Options.from_kwargs(memory_limit=limit)
+        monkeypatch.setattr(stage_shardings, "LARGE_PROBLEM", 0)
+        monkeypatch.setattr(mesh_choice, "HOPELESS", math.inf)
+        monkeypatch.setattr(mesh_choice, "_whole_seconds", lambda planned, _: planned.step_seconds)
+        monkeypatch.setattr(MeshSearch, "tightened", self.tightened)
+        monkeypatch.setattr(MeshSearch, "dear", self.dear)
+
+    def tightened(self, first: PlannedStage, tries: object, at_most: float) -> PlannedStage:
+        self.solved += 1
+        cost = round(first.solution.cost * self.slower)
+        return replace(first, solution=replace(first.solution, cost=cost), fits=self.fits)
+
+    def dear(self, first: PlannedStage, number: int) -> PlannedStage:
+        self.chosen_for_bytes += 1
+        return first
+
+    def plan(self, again: float) -> list[PlannedStage]:
+        """With what takes so long when it computes values again."""
+        cluster, shape = autopar.Cluster.preset("dgx-h100"), (64, 64)
+        shapes = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)
+        graph = trace(step, shapes).graph
+        split = LayoutSearch.of(graph, self.options, cluster, lambda message: None).split(1)
+        meshes = [(8,), (4, 2), (2, 4)]
+
+        def computing_again(free: PlannedStage) -> float:
+            self.again.append(free)
+            return again
+
+        others = SearchSoFar(
+            more_microbatches=True, expected=dict.fromkeys(meshes, 1e-9), again=computing_again
+        )
+        found = plan_meshes(
+            split, meshes, self.options, cluster, lambda message: None, others=others
+        )
+        assert all(each.peak.bytes == 22_532 for each in found)
+        return found
+
+
+def test_meshes_are_left_where_what_needs_too_much_takes_longer_than_what_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two of them say so; with nothing that fits, all are solved within the limit."""
+    within = Within(monkeypatch, 10_000, slower=2.0, fits=False)
+    within.plan(again=1.5 * 6.40811e-06)
+    assert (within.solved, within.chosen_for_bytes, len(within.again)) == (2, 0, 1)
+    within = Within(monkeypatch, 10_000, slower=2.0, fits=False)
+    within.plan(again=math.inf)
+    assert within.solved == 3 and within.chosen_for_bytes > 0
+
+
+def test_where_little_is_missing_other_shards_come_before_computing_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And if these take hardly longer than with any memory, nothing else is looked at."""
+    within = Within(monkeypatch, 22_000, slower=1.004, fits=True)
+    within.plan(again=math.inf)
+    assert (within.solved, within.again) == (1, [])
+    within = Within(monkeypatch, 22_000, slower=1.02, fits=True)
+    within.plan(again=math.inf)
+    assert (within.solved, len(within.again)) == (1, 1)
+    within = Within(monkeypatch, 20_000, slower=1.004, fits=True)
+    within.plan(again=math.inf)
+    assert (within.solved, len(within.again)) == (1, 1), "more is missing"
+
+
 def test_layers_tell_of_more_microbatches_than_they_were_priced_with() -> None:
     """With a quarter of the rows in each: the state stays, and what is as long for few rows."""
     costs, layers = OneMeshCosts(cast(UnitCosts, Priced(2)), 8), ALL_ROWS.with_rows(1 / 8)
     (mesh,) = costs.needed(8, 2)
     assert mesh == MESH and costs.needed(8, 2)[mesh] == pytest.approx(layers.bytes_for_one, abs=1)
     seconds = pytest.approx(8 * layers.seconds + layers.once_seconds)
-    assert costs.expected(8, 2, limit=1000) == {MESH: seconds}
-    assert costs.expected(8, 2, limit=0) == {MESH: seconds}, "with any memory"
+    slower = costs.by_mesh(math.inf)[8,]
+    assert costs.expected(8, 2, limit=1000) == {MESH: seconds, (8,): slower}, "not priced with less"
+    assert costs.expected(8, 2, limit=0) == {MESH: seconds, (8,): slower}, "with any memory"
 
 
 def test_of_shapes_that_need_as_little_the_two_quickest_are_tried_last() -> None:
