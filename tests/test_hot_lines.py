@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sysconfig
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from attention_ways import (
 
 import autopar
 from autopar.base.line_times import MOST_LINES
+from autopar.base.user_code import is_of_a_model
 from autopar.passes.planner.timed_lines import place_and_pass, place_of
 from autopar.report.rich_parts import as_text
 
@@ -211,3 +213,42 @@ def test_a_difference_is_told_by_line(plan: autopar.Plan) -> None:
     other = planned(step_with(by_hand), shapes_of())
     source = line_of(by_hand, "jax.nn.softmax")
     assert any(x.startswith(f"lines.lines[{source} by_hand]") for x in plan.diff(other).details)
+
+
+def test_lines_of_models_from_a_library_are_told() -> None:
+    """Its one line of the user's would have all of the step."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=512, n_positions=64, n_embd=64, n_layer=1, n_head=2)
+    model = transformers.FlaxGPT2LMHeadModel(config, _do_init=False)
+    params = jax.eval_shape(lambda key: model.init_weights(key, (1, 8)), jax.random.key(0))
+
+    def step(params: Any, tokens: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            logits = model(tokens, params=params).logits
+            return -jnp.mean(jax.nn.log_softmax(logits))
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    tokens = jax.ShapeDtypeStruct((64, 64), jnp.int32)
+    lines = autopar.plan(step, params, tokens, cluster="2xh100").hot_lines.lines
+    files = {line.source.partition(":")[0] for line in lines}
+    assert {"modeling_flax_gpt2.py", Path(__file__).name} <= files
+    assert not files & {"attention.py", "linear.py", "normalization.py"}, "lines of flax"
+
+
+@pytest.mark.parametrize(
+    ("file", "is_told"),
+    [
+        ("transformers/models/gpt2/modeling_flax_gpt2.py", True),
+        ("one_module.py", True),
+        ("flax/linen/linear.py", False),
+        ("equinox/nn/_linear.py", False),
+        (autopar.__file__, False),
+        (json.__file__, False),
+        ("/home/me/train.py", True),
+    ],
+)
+def test_libraries_with_which_models_are_written_hold_none(file: str, is_told: bool) -> None:
+    packages = sysconfig.get_paths()["purelib"]
+    assert is_of_a_model(str(Path(packages, file))) == is_told  # absolute ones stay

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, by line of the user's code, as a plan keeps it."""
+"""Where the time of a step goes, by line of the user's code or of a library of models."""
 
 from __future__ import annotations
 

@@ -29,13 +29,28 @@ def own_roots() -> tuple[str, ...]:
     return tuple(dict.fromkeys(os.path.join(folder, "") for folder in folders))
 
 
+PLUMBING = (
+    *("autopar", "beartype", "chex", "einops", "equinox", "flax", "haiku", "jax", "jaxlib"),
+    *("jaxtyping", "jmp", "lineax", "numpy", "optax", "orbax", "scipy", "typeguard"),
+)
+"""Packages with which models and their training are written, which are none themselves."""
+
+
 @cache
 def library_roots() -> tuple[str, ...]:
     """The folders of the standard library, of installed packages and of autopar itself."""
     paths = sysconfig.get_paths()
-    roots = {paths[key] for key in ("purelib", "platlib", "stdlib", "platstdlib")}
+    roots = {paths[key] for key in ("stdlib", "platstdlib")}
+    return (*(os.path.join(root, "") for root in roots), *package_roots(), *own_roots())
+
+
+@cache
+def package_roots() -> tuple[str, ...]:
+    """The folders of installed packages."""
+    paths = sysconfig.get_paths()
     sites = (path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
-    return (*(os.path.join(root, "") for root in {*roots, *sites}), *own_roots())
+    folders = dict.fromkeys((paths["purelib"], paths["platlib"], *sites))
+    return tuple(os.path.join(folder, "") for folder in folders)
 
 
 def is_own(file: str) -> bool:
@@ -46,6 +61,16 @@ def is_own(file: str) -> bool:
 def is_users(file: str) -> bool:
     """Whether a file is the user's own: a script, a module of theirs, a cell of a notebook."""
     return not file.startswith((*library_roots(), "<frozen "))
+
+
+@cache
+def is_of_a_model(file: str) -> bool:
+    """Whether a file is the user's, or of an installed package that may hold models."""
+    if is_users(file):
+        return True
+    packages = (file[len(root) :] for root in package_roots() if file.startswith(root))
+    name = next(packages, "").partition(os.sep)[0].removesuffix(".py")
+    return bool(name) and name not in PLUMBING and not is_own(file)
 
 
 def named(file: str) -> str:

@@ -5,7 +5,7 @@ No public name reads or builds JAX's `SourceInfo` (`jax_compat.py` has what else
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from jax._src import source_info_util
 from jax.extend.core import JaxprEqn
 
-from autopar.base.user_code import is_own, is_users, named
+from autopar.base.user_code import is_of_a_model, is_own, is_users, named
 
 
 def with_outer_source(eqn: JaxprEqn, outer: JaxprEqn) -> Any:
@@ -72,19 +72,29 @@ def user_frame(eqn: JaxprEqn) -> tuple[str, int, str] | None:
     return _user_frame(eqn.source_info.traceback)
 
 
+def model_frame(eqn: JaxprEqn) -> tuple[str, int, str] | None:
+    """(file, line, function) of the innermost frame of the user's or of a library of models."""
+    return _model_frame(eqn.source_info.traceback)
+
+
 @lru_cache(4096)  # equations of one line have equal tracebacks
 def _user_frame(traceback: Any) -> tuple[str, int, str] | None:
-    frame = _innermost(traceback)
-    return None if frame is None else (named(frame[0]), *frame[1:])
+    return _innermost(traceback, is_users)
 
 
-def _innermost(traceback: Any) -> tuple[str, int, str] | None:
+@lru_cache(4096)
+def _model_frame(traceback: Any) -> tuple[str, int, str] | None:
+    return _innermost(traceback, is_of_a_model)
+
+
+def _innermost(traceback: Any, wanted: Callable[[str], bool]) -> tuple[str, int, str] | None:
+    """The innermost frame of such a file, else the first that is not autopar's."""
     first = None
-    for frame in _frames(traceback):
-        if first is None and not is_own(frame[0]):
-            first = frame
-        if is_users(frame[0]):
-            return frame
+    for file, line, function in _frames(traceback):
+        if first is None and not is_own(file):
+            first = named(file), line, function
+        if wanted(file):
+            return named(file), line, function
     return first
 
 

@@ -1,5 +1,7 @@
 """What every instruction of a planned step takes, and to which line of the user's code it belongs.
 
+Of a model from a library (Hugging Face's), these are lines of the library.
+
 What kernels read and write is shared out among the equations that XLA fuses into them
 (`passes/sharding/traffic.py`). A collective belongs to the line that made what it moves; of what no
 line makes, as parameters, to the line that reads it.
@@ -196,8 +198,8 @@ def place_and_pass(
 
 
 def place_of(eqn: JaxprEqn) -> UserLine:
-    """The user's line that made an equation."""
-    frame = source_infos.user_frame(eqn)
+    """The line that made an equation: the user's, or that of a library of models."""
+    frame = source_infos.model_frame(eqn)
     return UserLine() if frame is None else _short(frame)
 
 
