@@ -54,6 +54,10 @@ H100_DEVICES = {"llama3-70B": 256, "llama3-405B": 1024, "mixtral-8x22B": 128, "q
 """Of these, what is too large for 64."""
 
 
+WITHOUT_REMAT = ("llama-7B",)
+"""Also as Hugging Face's models are by default: their layers keep all, so that memory binds."""
+
+
 @dataclass(frozen=True)
 class PlanningCase:
     """A model on a cluster, planned with these options."""
@@ -63,6 +67,7 @@ class PlanningCase:
     devices: int
     asked: str
     options: dict[str, Any] = field(default_factory=dict)
+    remat: bool = True
 
     @property
     def label(self) -> str:
@@ -147,6 +152,9 @@ def cases(only: str = "", *, everywhere: bool = False) -> Iterator[PlanningCase]
                 for method in METHODS
                 if method != "auto" and (method != "hsdp" or devices > IN_A_NODE)
             ]
+        if name in WITHOUT_REMAT:
+            asked = "auto without jax.checkpoint"
+            made.append(PlanningCase(name, preset, devices, asked, remat=False))
         if name in plans:
             made.append(PlanningCase(name, preset, devices, "published", plans[name]))
         yield from (case for case in made if re.search(only, case.label))

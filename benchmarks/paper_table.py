@@ -29,7 +29,7 @@ PAUSE = "..."  # before what a case said last
 
 def measure(case: PlanningCase, layers: int | None) -> Row:
     """Trace and plan a case here; progress goes to standard error with its CPU seconds."""
-    built = registry.build(case.model, jnp.dtype(case.dtype), layers=layers)
+    built = registry.build(case.model, jnp.dtype(case.dtype), layers=layers, remat=case.remat)
     options = Options.from_kwargs(**case.options)
     start = time.process_time()
 

@@ -34,6 +34,7 @@ from autopar.passes.slicing.stage_graphs import StageGraph
 from autopar.passes.solver import TooDear
 
 NEARLY = 1.05  # times the limit, what may need less where it is chosen to fit
+MANY_NODES = 2000  # of an unrolled program: prices of a byte find better plans than a limit, sooner
 MESHES_TRIED = 2  # of those that do not fit, before more microbatches are
 
 
@@ -238,7 +239,7 @@ def plan_meshes(
     """`plan_mesh` for each mesh, as far as that can be the cheapest of all that fit.
 
     A mesh whose cheapest program exceeds the memory and costs more than one that fits elsewhere is
-    not planned within the limit: that would only cost more. Where it is known what a step may be
+    not planned within the limit. Where it is known what a step may be
     expected to take, the meshes are planned in that order, and not at all if it is hardly less than
     with what fits; by how much such expectations are wrong, the planned ones tell. Meshes of the
     same devices need about the same at the least: where more microbatches can be tried and two
@@ -310,6 +311,7 @@ def plan_meshes(
 
     while left:
         i = min(left, key=least)
+        shape = " x ".join(map(str, meshes[i]))
         if i in found and again is None and not waits(i):
             again = others.again(found[i])
         fitting = [_whole_seconds(x, cluster) for x in found.values() if x.fits]
@@ -318,7 +320,7 @@ def plan_meshes(
             break
         if i not in found:
             of = f", {len(found) + 1} of {len(meshes)}" if len(meshes) > 1 else ""
-            report(f"choosing shardings on a mesh of {_shape(meshes[i])}{of}")
+            report(f"choosing shardings on a mesh of {shape}{of}")
             part = submesh(cluster, math.prod(meshes[i]))
             searches[i] = MeshSearch.of(split, meshes[i], options, part, None, None)
             found[i] = searches[i].attempt(None, False)
@@ -338,14 +340,16 @@ def plan_meshes(
             break
         missing = format_bytes(first.peak.bytes - limit)
         if others.more_microbatches and not (fitting or searches[i].is_large or nearly(i)):
-            report(f"{missing} a device are missing on {_shape(meshes[i])}: too much")
+            report(f"{missing} a device are missing on {shape}: too much")
             found[i] = least_of(i)
             continue
-        report(f"{missing} a device are missing on {_shape(meshes[i])}: solving within the limit")
+        report(f"{missing} a device are missing on {shape}: solving within the limit")
         tries = 1 if may_wait and not hurries else None
         at_most = quickest if searches[i].is_large else min(fitting, default=math.inf)
+        by_price = len(searches[i].built.nodes) > MANY_NODES
         try:
-            near = searches[i].tightened(first, tries, at_most)
+            near = searches[i].at_least_price(first) if by_price else first
+            near = near if by_price else searches[i].tightened(first, tries, at_most)
             is_dear = may_wait and not near.fits and near.step_seconds > at_most
         except TooDear:
             is_dear = True
@@ -357,11 +361,11 @@ def plan_meshes(
             continue
         if tries and not near.fits:
             hurries = not small(i, 1)[0].fits  # then nothing fits, or hardly
-            near = near if hurries else searches[i].tightened(near)
+            near = near if hurries or by_price else searches[i].tightened(near)
         tried = [first, near]
         if not near.fits:
             tried += small(i, 1 if hurries else len(DEAR))
-            if any(x.fits for x in tried):
+            if any(x.fits for x in tried) and not by_price:
                 tried.append(searches[i].at_least_price(first))
             elif not hurries and not hopeless(i):
                 last.append(i)
@@ -393,7 +397,3 @@ def plan_meshes(
 def _whole_seconds(planned: PlannedStage, cluster: Cluster) -> float:
     """With what no node decides."""
     return planned.step_seconds + planned.costs(cluster).scalar_sums(planned.program.block)
-
-
-def _shape(mesh: Sequence[int]) -> str:
-    return " x ".join(map(str, mesh))

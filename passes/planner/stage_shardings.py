@@ -23,7 +23,7 @@ from autopar.passes.sharding.batch_dims import BatchDims
 from autopar.passes.sharding.build import build
 from autopar.passes.sharding.folded_hosts import FoldedHosts
 from autopar.passes.sharding.host_leaves import host_leaves, hosts_fit
-from autopar.passes.sharding.integer_program import to_problem
+from autopar.passes.sharding.integer_program import counted_rows, to_problem
 from autopar.passes.sharding.loop_kinds import loop_kinds
 from autopar.passes.sharding.lower import lower
 from autopar.passes.sharding.memory_price import MemoryPrices, solve_at_price
@@ -271,7 +271,8 @@ class MeshSearch:
           TooDear: nothing that fits takes `at_most` so long, before the account is corrected to
             less than the limit. After that it would be a matter of what the last plan was like.
         """
-        rows = memory_rows(self.built, self.memory(planned.remat))
+        every = memory_rows(self.built, self.memory(planned.remat))
+        rows = counted_rows(self.built, every, self.limit)
         target = self.limit + max(self._excess(planned, rows), 0)
         for _ in range(tries or MEMORY_TRIES * (1 if self.hurries else 2)):
             if planned.fits or target <= 0:

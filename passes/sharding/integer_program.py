@@ -42,7 +42,7 @@ def to_problem(
             known[key] = [row.bytes_in(layout, built.mesh) for layout in value.layouts]
         sizes = known[key]
         assert memory_limit is not None
-        if max(sizes) * NEGLIGIBLE_SHARE < memory_limit:
+        if _is_negligible(sizes, memory_limit):
             continue
         shared = [] if other is None else [x for x in value.layouts if x in other.layouts]
         kinds: list[int | Layout] = [*sorted(set(sizes)), *dict.fromkeys(shared)]
@@ -67,6 +67,23 @@ def to_problem(
         edge_costs=tuple(edge_costs),
         usage_limit=memory_limit,
     )
+
+
+def counted_rows(
+    built: StrategyGraph, rows: Sequence[MemoryRow], memory_limit: int
+) -> list[MemoryRow]:
+    """The rows that the problem with such a limit counts."""
+    return [
+        row
+        for row in rows
+        if not _is_negligible(
+            [row.bytes_in(layout, built.mesh) for layout in row.value.layouts], memory_limit
+        )
+    ]
+
+
+def _is_negligible(sizes: Sequence[int], memory_limit: int) -> bool:
+    return max(sizes) * NEGLIGIBLE_SHARE < memory_limit
 
 
 def _tie(allowed: Sequence[Collection[int | Layout]], kinds: Sequence[int | Layout]) -> Integers:

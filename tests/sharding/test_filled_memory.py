@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autopar.passes.sharding import integer_program
+from autopar.passes.sharding.integer_program import counted_rows, to_problem
 from autopar.passes.sharding.memory_price import MemoryPrices
 from autopar.passes.sharding.memory_rows import memory_rows, rows_peak
 from autopar.passes.solver import solve
@@ -57,3 +59,20 @@ def test_plans_that_are_the_same_are_left_as_they_are(price: float) -> None:
     prices = MemoryPrices(built, memory_rows(built))
     plan = prices.solved(price, solve)
     assert prices.filled(plan, plan, 0) == plan
+
+
+def test_the_solver_is_asked_about_the_rows_that_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is negligible together is not: it is left to the account of the lowered program."""
+    layer = shaped(WIDTH, WIDTH), shaped(WIDTH, WIDTH)
+    small = [(shaped(WIDTH, 8), shaped(WIDTH, 8))] * 32
+    batch = [shaped(8 * WIDTH, WIDTH)] * (LAYERS + 32)
+    built = Passes(graph_of(alike_step, [layer] * LAYERS + small, batch), (4,)).build()
+    rows = memory_rows(built)
+    quick = solve(to_problem(built, None))
+    limit = rows_peak(built, rows, quick.assignment) * 3 // 4
+    monkeypatch.setattr(integer_program, "NEGLIGIBLE_SHARE", limit // 10_000)
+    counted = counted_rows(built, rows, limit)
+    assert 0 < len(counted) < len(rows)
+    found = solve(to_problem(built, limit, rows))
+    assert rows_peak(built, counted, found.assignment) <= limit
+    assert rows_peak(built, rows, found.assignment) > limit
