@@ -150,6 +150,15 @@ def no_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "SECONDS", 0.0)
 
 
+@pytest.fixture(scope="module")
+def solved_once() -> Iterator[None]:
+    """A file's tests solve each problem once: they are about what is solved, not about how."""
+    from kept_solutions import kept_solutions
+
+    with kept_solutions():
+        yield
+
+
 @pytest.fixture
 def small_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels for grouped products are tried with a fourth of all sizes, for tiles of a fourth.
