@@ -150,6 +150,29 @@ def no_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "SECONDS", 0.0)
 
 
+@pytest.fixture(scope="module")
+def solved_once() -> Iterator[None]:
+    """A file's tests solve each problem once: they are about what is solved, not about how."""
+    from kept_solutions import kept_solutions
+
+    with kept_solutions():
+        yield
+
+
+@pytest.fixture
+def small_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for grouped products are tried with a fourth of all sizes, for tiles of a fourth.
+
+    Tiles divide them, and do not, as at full size: as programs for CPUs, kernels take a minute to
+    compute hundreds of rows in tiles of 16.
+    """
+    from autopar.runtime import kernel_check
+
+    monkeypatch.setattr(kernel_check, "SIZES", (75, 0, 42, 15, 25))
+    monkeypatch.setattr(kernel_check, "NUM_ROWS", 160)
+    monkeypatch.setattr(kernel_check, "WIDTHS", ((50, 80), (64, 128)))
+
+
 LIBRARY_WARNINGS: tuple[str, ...] = ()
 """Warnings that libraries of the programs raise about themselves, each with its reason."""
 

@@ -17,6 +17,8 @@ from autopar.passes.planner import layout_search, one_mesh, unit_costs
 from autopar.passes.planner.more_microbatches import worth_trying
 from autopar.passes.planner.unit_costs import UnitCosts
 
+pytestmark = pytest.mark.usefixtures("solved_once")
+
 DEPTH, WIDTH, ROWS = 4, 512, 64
 BATCH = np.random.default_rng(1).normal(size=(2, ROWS, WIDTH)).astype(np.float32)
 

@@ -15,6 +15,8 @@ from autopar.base.errors import MemoryLimitError
 from autopar.passes.planner import even_stages
 from autopar.passes.planner.stage_pricing import sizes_of
 
+pytestmark = pytest.mark.usefixtures("solved_once")
+
 WIDTH, ROWS = 256, 32
 BATCH = np.random.default_rng(1).normal(size=(2, ROWS, WIDTH)).astype(np.float32)
 

@@ -18,6 +18,11 @@ from autopar.passes.sharding.compiler_rules import CPU, RULES
 from autopar.runtime.kernel_check import _found_on, problem_on
 
 MEANS = GroupedMeans(tiles=KernelTiles(128, 128, 64, 4, 3, 8, 0.5), interpret=True)
+SMALL = GroupedMeans(tiles=KernelTiles(32, 32, 16, 4, 3, 8, 0.5), interpret=True)
+"""For trials that are as much smaller; one test makes them at full size."""
+
+
+small = pytest.mark.usefixtures("small_trials")
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +45,7 @@ def test_kernels_that_work_are_used() -> None:
     assert problem_on(jax.devices()[0], MEANS) == ""
 
 
+@small
 def test_they_are_tried_wherever_a_step_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """While another function is traced, with wide numbers, and where nothing is moved unasked."""
     device, found, are_wide = jax.devices()[0], list[str](), set[bool]()
@@ -52,16 +58,17 @@ def test_they_are_tried_wherever_a_step_is_compiled(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Kernels, "rows", watched)
 
     def traced(x: Any) -> Any:
-        found.append(problem_on(device, MEANS))
+        found.append(problem_on(device, SMALL))
         return x
 
     jax.jit(traced)(1.0)
     assert are_wide == {False}
     with jax.enable_x64(True), jax.transfer_guard("disallow"):
-        found.append(problem_on(device, MEANS))
+        found.append(problem_on(device, SMALL))
     assert found == ["", ""] and are_wide == {False, True}
 
 
+@small
 def test_what_fails_once_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not what computes wrong numbers."""
     rows, calls = Kernels.rows, list[int]()
@@ -73,10 +80,11 @@ def test_what_fails_once_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None
         return rows(self, *operands, **more)
 
     monkeypatch.setattr(Kernels, "rows", fails_first)
-    assert problem_on(jax.devices()[0], MEANS) == "RuntimeError: out of memory"
-    assert problem_on(jax.devices()[0], MEANS) == ""
+    assert problem_on(jax.devices()[0], SMALL) == "RuntimeError: out of memory"
+    assert problem_on(jax.devices()[0], SMALL) == ""
 
 
+@small
 @pytest.mark.parametrize("what", ["wrong numbers", "no result", "a compiler that fails"])
 def test_kernels_that_do_not_work_are_not_used(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Kernels.rows
@@ -88,7 +96,7 @@ def test_kernels_that_do_not_work_are_not_used(what: str, monkeypatch: pytest.Mo
         return made * jnp.nan if what == "no result" else made.at[7].add(1)
 
     monkeypatch.setattr(Kernels, "rows", broken)
-    monkeypatch.setitem(RULES, CPU, dataclasses.replace(RULES[CPU], grouped=MEANS))
+    monkeypatch.setitem(RULES, CPU, dataclasses.replace(RULES[CPU], grouped=SMALL))
     weights = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 4)), jnp.bfloat16)
     x = jnp.ones((8, 4), jnp.bfloat16)
     wanted = jax.jit(step)(weights, x)

@@ -26,7 +26,7 @@ from autopar.passes.sharding.compiler_rules import GPU, RULES
 from autopar.passes.solver import TooDear
 from autopar.passes.trace.trace import trace
 
-pytestmark = pytest.mark.usefixtures("no_remedies")
+pytestmark = pytest.mark.usefixtures("no_remedies", "solved_once")
 
 CLUSTER = autopar.Cluster.preset("p3.16xlarge")
 ROWS, WIDTH = 32, 16

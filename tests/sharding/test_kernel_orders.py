@@ -60,7 +60,7 @@ def arguments() -> tuple[Any, Any]:
 
 
 @pytest.fixture
-def with_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def with_kernels(monkeypatch: pytest.MonkeyPatch, small_trials: None) -> dict[str, int]:
     """CPUs have our kernels, as programs; what has another order in memory is counted."""
     grouped = GroupedMeans(tiles=KernelTiles(16, 16, 16, 4, 3, 2, 0.5), interpret=True)
     rules = dataclasses.replace(RULES[CPU], turns_gathers=True, grouped=grouped)

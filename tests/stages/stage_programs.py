@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -38,6 +39,12 @@ class SplitProgram:
         """All of the program."""
         return self.step.graph
 
+    @cached_property
+    def expected(self) -> list[Any]:
+        """What the uncut graph computes."""
+        run = jax.jit(jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(self.graph.jaxpr, ())))
+        return list(run(*self.inputs))
+
 
 def microbatched(program: Program | str, microbatches: int = 4) -> SplitProgram:
     """Trace and split a program of the registry; enter `program.context()` around it."""
@@ -71,8 +78,7 @@ def assert_equal_to_whole(
     whole: SplitProgram, stages: Stages, relative: float | None = None
 ) -> None:
     """The stages, one task after the other, compute what the uncut graph computes."""
-    run = jax.jit(jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(whole.graph.jaxpr, ())))
-    expected = run(*whole.inputs)
+    expected = whole.expected
     found = joined(stages.results, evaluate(stages, in_rows(stages.leaves, whole.inputs)))
     for label, one, other in zip(whole.graph.outputs, expected, found, strict=True):
         assert_close(label.path, one, other, relative)
