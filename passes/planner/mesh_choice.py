@@ -34,7 +34,8 @@ from autopar.passes.slicing.stage_graphs import StageGraph
 from autopar.passes.solver import TooDear
 
 NEARLY = 1.05  # times the limit, what may need less where it is chosen to fit
-MANY_NODES = 2000  # of an unrolled program: prices of a byte find better plans than a limit, sooner
+MANY_NODES = 2000  # of an unrolled program: prices of a byte find better plans than a limit,
+FAR = 2  # unless so many times the limit are needed with any memory
 MESHES_TRIED = 2  # of those that do not fit, before more microbatches are
 
 
@@ -346,7 +347,8 @@ def plan_meshes(
         report(f"{missing} a device are missing on {shape}: solving within the limit")
         tries = 1 if may_wait and not hurries else None
         at_most = quickest if searches[i].is_large else min(fitting, default=math.inf)
-        by_price = len(searches[i].built.nodes) > MANY_NODES
+        many = len(searches[i].built.nodes) > MANY_NODES
+        by_price = many and first.peak.bytes <= FAR * limit
         try:
             near = searches[i].at_least_price(first) if by_price else first
             near = near if by_price else searches[i].tightened(first, tries, at_most)
@@ -383,8 +385,7 @@ def plan_meshes(
             if within.fits:
                 fits(found[i])
         is_enough = within.fits and within.step_seconds <= slack(i) * first.least_seconds
-        if again is None and not is_enough:
-            again = others.again(first)
+        again = others.again(first) if again is None and not is_enough else again
     for i in last:
         if any(x.fits for x in found.values()):
             break
