@@ -24,9 +24,10 @@ from autopar.passes.microbatch.run_steps import Env, combine, evaluate, literal_
 
 
 class _Given(NamedTuple):
-    """An operand that is no variable: a literal's value."""
+    """An operand that is no variable: a literal's value, and its type."""
 
     value: Any
+    aval: Any
 
 
 _Operand = Atom | _Given | None
@@ -63,7 +64,7 @@ class LoopBody:
     def read(self, atom: Atom, form: Form) -> _Operand:
         """What a value is in the body."""
         if isinstance(atom, Literal):
-            value = _Given(literal_value(atom))
+            value = _Given(literal_value(atom), atom.aval)
             return value if form is WHOLE else self._formed(value, atom.aval, form)
         atom = self._same.get(atom, atom)
         if (atom, WHOLE) not in self._values and (atom, form) not in self._values:
@@ -187,10 +188,11 @@ _EMPTY = jax.make_jaxpr(list)()
 def _type(operand: _Operand) -> Any:
     if operand is None:
         return None
+    weak = bool(getattr(operand.aval, "weak_type", False))
     if isinstance(operand, _Given):
         value = np.asarray(operand.value)
-        return type(operand.value), value.dtype, value.shape, value.tobytes()
-    return operand.aval, bool(getattr(operand.aval, "weak_type", False))
+        return type(operand.value), value.dtype, value.tobytes(), operand.aval, weak
+    return operand.aval, weak
 
 
 def _kind(step: PhaseStep) -> Any:
