@@ -21,7 +21,8 @@ KEPT: dict[bytes, Solution | Infeasible] = {}
 def kept_solutions() -> Iterator[None]:
     """For tests that plan the same step in several ways, and are about how these are chosen.
 
-    Without a limit of time, what the solver finds depends on what it is given alone.
+    Without a limit of time, what the solver finds depends on what it is given alone. That it does
+    so is for other tests to see: those of the solver, and of plans that are made twice.
     """
 
     def solved(problem: Problem, **options: Any) -> Solution:

@@ -19,6 +19,7 @@ import autopar
 from autopar.base.displayed import Displayed
 from autopar.base.records import Differences
 from autopar.base.units import format_bytes, format_seconds
+from autopar.base.user_code import named
 from autopar.notebook.small_pages import differences_page
 from autopar.notebook.timeline_svg import timeline_rows
 
@@ -252,6 +253,11 @@ def test_lines_are_those_of_cells(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         plan.save(path := tmp_path / f"{number}.json")
         saved.append(path.read_bytes())
     assert saved[0] == saved[1]
+    # IPython 7 (Colab's) does not say, nor does one that is being imported.
+    for other in (SimpleNamespace(get_ipython=lambda: SimpleNamespace(compile=1)), object()):
+        monkeypatch.setitem(sys.modules, "IPython", other)
+        assert named(files[0]) == files[0]
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
 
     def meets_an_if(params: Any, x: Any) -> Any:
         return cell["train_step"](params, x if x[0, 0] > 0 else -x)

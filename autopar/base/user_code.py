@@ -30,10 +30,15 @@ def own_roots() -> tuple[str, ...]:
 
 
 PLUMBING = (
-    *("autopar", "beartype", "chex", "einops", "equinox", "flax", "haiku", "jax", "jaxlib"),
-    *("jaxtyping", "jmp", "lineax", "numpy", "optax", "orbax", "scipy", "typeguard"),
+    *("absl", "autopar", "beartype", "chex", "decorator", "distrax", "einops", "equinox", "flax"),
+    *("haiku", "jax", "jaxlib", "jaxtyping", "jmp", "jraph", "lineax", "ml_dtypes", "numpy"),
+    *("optax", "optimistix", "orbax", "ray", "rlax", "scipy", "toolz", "tqdm", "treescope"),
+    *("typeguard", "typing_extensions", "wandb"),
 )
-"""Packages with which models and their training are written, which are none themselves."""
+"""Packages with which models and their training are written, which are none themselves.
+
+A list that is never complete: of a package that is not here, its own lines are told.
+"""
 
 
 @cache
@@ -78,9 +83,9 @@ def named(file: str) -> str:
 
     The code of a cell has the name of a temporary file, other in every process.
     """
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    cell = None if shell is None else shell.compile.format_code_name(file)
+    ipython = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    told = getattr(getattr(ipython, "compile", None), "format_code_name", None)  # IPython 8
+    cell = None if told is None else told(file)
     return file if cell is None else cell[1]
 
 

@@ -1,8 +1,7 @@
 """The body of the loop over microbatches, written down equation by equation.
 
 What evaluates a step of the loop is traced once for all steps that are alike, as those of a model's
-layers are, and its equations are copied for the others. That is the trace of the whole loop, in a
-tenth of the time.
+layers are, and its equations are copied for the others.
 """
 
 from __future__ import annotations

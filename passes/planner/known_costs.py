@@ -33,8 +33,8 @@ class KnownCosts(NamedTuple):
     """What layers cost, by microbatches; a batch is not divided into more than `inexact` say.
 
     `analyses` are of steps that one loop over their microbatches does for; `misfits` are plans for
-    one mesh that do not fit; `splits` are the last steps of at most one loop, by microbatches and
-    whether they have it.
+    one mesh that do not fit; `splits` are the last that were made, with one loop or none,
+    by microbatches and whether they have it.
     """
 
     stages: dict[int, PricedStages]

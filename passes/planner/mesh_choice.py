@@ -270,7 +270,7 @@ def plan_meshes(
     def least(i: int) -> float:
         """What is known of the seconds on a mesh before it is planned (within the limit)."""
         if i in found:
-            return found[i].least_seconds
+            return slack(i) * found[i].least_seconds
         known = others.expected
         wrong = [
             (x.step_seconds if x.fits else x.least_seconds) / known[x.mesh]
@@ -313,11 +313,11 @@ def plan_meshes(
     while left:
         i = min(left, key=least)
         shape = " x ".join(map(str, meshes[i]))
-        if i in found and again is None and not waits(i):
-            again = others.again(found[i])
         fitting = [_whole_seconds(x, cluster) for x in found.values() if x.fits]
         quickest = min(again or math.inf, *(fitting or [others.seconds]))
-        if found and slack(i) * least(i) > quickest:
+        if i in found and again is None and not waits(i) and least(i) <= quickest:
+            quickest = min(quickest, again := others.again(found[i]))
+        if found and least(i) > quickest:
             break
         if i not in found:
             of = f", {len(found) + 1} of {len(meshes)}" if len(meshes) > 1 else ""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import jax
@@ -28,6 +30,7 @@ from autopar.passes.planner.search_so_far import SearchSoFar
 from autopar.passes.planner.stage_costs import UnitCost
 from autopar.passes.planner.stage_shardings import MeshSearch
 from autopar.passes.planner.unit_costs import UnitCosts
+from autopar.passes.sharding.peak_memory import MemoryPeak
 from autopar.passes.trace.trace import trace
 
 MESH = (2, 4)
@@ -246,8 +249,11 @@ def test_meshes_that_need_no_less_than_one_that_does_not_fit_are_left(
 class Within:
     """Plans a large step on three logical meshes, on which all need 22,532 bytes.
 
-    What is planned within the limit takes `slower` times as long, and fits or does not.
+    What is planned within the limit takes `slower` times as long, and fits or does not. `others`
+    are meshes on which it takes so many times as long, and so many bytes.
     """
+
+    others: Mapping[tuple[int, ...], tuple[float, int]] = MappingProxyType({})
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int, slower: float, fits: bool):
         self.slower, self.fits, self.again = slower, fits, list[PlannedStage]()
@@ -256,6 +262,17 @@ class Within:
         monkeypatch.setattr(stage_shardings, "LARGE_PROBLEM", 0)
         monkeypatch.setattr(mesh_choice, "HOPELESS", math.inf)
         monkeypatch.setattr(mesh_choice, "_whole_seconds", lambda planned, _: planned.step_seconds)
+        real = MeshSearch.attempt
+
+        def attempt(search: MeshSearch, memory: int | None, remat: bool) -> PlannedStage:
+            first = real(search, memory, remat)
+            times, size = self.others.get(first.mesh, (1.0, first.peak.bytes))
+            solution = first.solution
+            bound = round(solution.lower_bound * times)
+            solution = replace(solution, cost=round(solution.cost * times), lower_bound=bound)
+            return replace(first, solution=solution, peak=MemoryPeak(size, ()))
+
+        monkeypatch.setattr(MeshSearch, "attempt", attempt)
         monkeypatch.setattr(MeshSearch, "tightened", self.tightened)
         monkeypatch.setattr(MeshSearch, "dear", self.dear)
 
@@ -268,7 +285,7 @@ class Within:
         self.chosen_for_bytes += 1
         return first
 
-    def plan(self, again: float) -> list[PlannedStage]:
+    def plan(self, again: float, expected: float = 1e-9) -> list[PlannedStage]:
         """With what takes so long when it computes values again."""
         cluster, shape = autopar.Cluster.preset("dgx-h100"), (64, 64)
         shapes = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -281,12 +298,14 @@ class Within:
             return again
 
         others = SearchSoFar(
-            more_microbatches=True, expected=dict.fromkeys(meshes, 1e-9), again=computing_again
+            more_microbatches=True,
+            expected=dict.fromkeys(meshes, expected),
+            again=computing_again,
         )
         found = plan_meshes(
             split, meshes, self.options, cluster, lambda message: None, others=others
         )
-        assert all(each.peak.bytes == 22_532 for each in found)
+        assert all(self.others or each.peak.bytes == 22_532 for each in found)
         return found
 
 
@@ -312,6 +331,11 @@ def test_where_little_is_missing_other_shards_come_before_computing_again(
     within = Within(monkeypatch, 22_000, slower=1.02, fits=True)
     within.plan(again=math.inf)
     assert (within.solved, len(within.again)) == (1, 1)
+    # Nor is it asked what a slower mesh, on which much is missing, would take.
+    within = Within(monkeypatch, 22_000, slower=1.004, fits=True)
+    within.others = dict.fromkeys([(4, 2), (2, 4)], (1.2, 40_000))
+    within.plan(again=math.inf, expected=0.0)
+    assert (within.solved, within.again) == (1, [])
     within = Within(monkeypatch, 20_000, slower=1.004, fits=True)
     within.plan(again=math.inf)
     assert (within.solved, len(within.again)) == (1, 1), "more is missing"
