@@ -240,18 +240,17 @@ def plan_meshes(
     """`plan_mesh` for each mesh, as far as that can be the cheapest of all that fit.
 
     A mesh whose cheapest program exceeds the memory and costs more than one that fits elsewhere is
-    not planned within the limit. Where it is known what a step may be
-    expected to take, the meshes are planned in that order, and not at all if it is hardly less than
-    with what fits; by how much such expectations are wrong, the planned ones tell. Meshes of the
-    same devices need about the same at the least: where more microbatches can be tried and two
-    meshes of a large program do not fit with these, or one on which layers need no more, the others
-    are not planned within the limit either. Nor are they planned at all where two need far too
-    much, also chosen for their bytes; or one needs too much, where nothing was expected to fit and
-    `others.only` are tried; or, where more microbatches can be tried, on two meshes what needs more
-    than there is takes longer than what fits. Nor is a mesh planned within the limit on which plans
-    chosen for their bytes miss it by more than little, where more microbatches can be tried. To
-    plan within the limit ends where the solver proves that a mesh takes longer than what fits. The
-    smallest plan of all is looked for where nothing else fits: it is hardly smaller than those.
+    not planned within the limit. Where it is known what a step may be expected to take, the meshes
+    are planned in that order, and not at all if it is hardly less than with what fits; by how much
+    such expectations are wrong, the planned ones tell. Meshes of the same devices need about the
+    same at the least: where more microbatches can be tried and two meshes of a large program do not
+    fit with these, or one on which layers need no more, the others are not planned within the limit
+    either. Nor are they planned at all where two need far too much, also chosen for their bytes; or
+    one needs too much, where nothing was expected to fit and `others.only` are tried; or, where
+    more microbatches can be tried, on two what needs more than there is takes longer than what
+    fits. Nor is a mesh planned within the limit, where more can be tried, that plans chosen for
+    their bytes miss by more than little. To plan within the limit ends where the solver proves that
+    a mesh takes longer than what fits. Where nothing fits the smallest plan of all is looked for.
 
     Args:
       split: the whole step.
@@ -301,9 +300,10 @@ def plan_meshes(
         """Times what a mesh takes at the least: what is found within the limit may lack as much."""
         return 1 + ENOUGH_MEMORY_GAP if i in found and searches[i].is_large else 1.0
 
-    def waits(i: int) -> bool:
-        """Whether so little is missing on a mesh that other shards will do, perhaps."""
-        return searches[i].is_large and found[i].peak.bytes <= NEARLY * limit
+    def asks(i: int, quickest: float) -> bool:
+        """Whether values may be computed again instead; of a large step, before other shards do."""
+        is_far = found[i].peak.bytes > NEARLY * limit
+        return not searches[i].is_large or (is_far and least(i) <= quickest)
 
     def least_of(i: int) -> PlannedStage:
         """The smallest of the plans on a mesh so far."""
@@ -315,7 +315,7 @@ def plan_meshes(
         shape = " x ".join(map(str, meshes[i]))
         fitting = [_whole_seconds(x, cluster) for x in found.values() if x.fits]
         quickest = min(again or math.inf, *(fitting or [others.seconds]))
-        if i in found and again is None and not waits(i) and least(i) <= quickest:
+        if i in found and again is None and asks(i, quickest):
             quickest = min(quickest, again := others.again(found[i]))
         if found and least(i) > quickest:
             break
