@@ -1,6 +1,6 @@
-"""What touches `jax._src`: everything else uses JAX's public names.
+"""What touches `jax._src`; everything else uses JAX's public names.
 
-So do `source_infos.py` and `absent_cudnn.py`, each for one thing.
+But for lines of the user's (`source_infos.py`) and attention by cuDNN (`absent_cudnn.py`).
 
 Each function here says what it needs and why no public name serves.
 """

@@ -34,8 +34,6 @@ from autopar.passes.slicing.stage_graphs import StageGraph
 from autopar.passes.solver import TooDear
 
 NEARLY = 1.05  # times the limit, what may need less where it is chosen to fit
-MANY_NODES = 2000  # of an unrolled program: prices of a byte find better plans than a limit,
-FAR = 2  # unless so many times the limit are needed with any memory
 MESHES_TRIED = 2  # of those that do not fit, before more microbatches are
 
 
@@ -347,11 +345,12 @@ def plan_meshes(
         report(f"{missing} a device are missing on {shape}: solving within the limit")
         tries = 1 if may_wait and not hurries else None
         at_most = quickest if searches[i].is_large else min(fitting, default=math.inf)
-        many = len(searches[i].built.nodes) > MANY_NODES
-        by_price = many and first.peak.bytes <= FAR * limit
+        by_price = searches[i].is_better_priced(first)
         try:
-            near = searches[i].at_least_price(first) if by_price else first
-            near = near if by_price else searches[i].tightened(first, tries, at_most)
+            if by_price:
+                near = searches[i].at_least_price(first)
+            else:
+                near = searches[i].tightened(first, tries, at_most)
             is_dear = may_wait and not near.fits and near.step_seconds > at_most
         except TooDear:
             is_dear = True

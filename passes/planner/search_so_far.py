@@ -17,9 +17,9 @@ class SearchSoFar(NamedTuple):
     Whether `more_microbatches` can be tried after these, and what a step is `expected` to take on
     some of the meshes; the `only` meshes that are worth planning, if not all are, and those that
     are `too_small`, if there are others. The bytes that layers `need` of a device at the least tell
-    which meshes cannot fit where another one does not. `again` is asked once, with the quickest
-    plan that keeps all and does not fit: it may find one that computes values again, and says what
-    the quickest step takes that fits.
+    which meshes cannot fit where another one does not. `again` is asked at most once, with a
+    quick plan that keeps all and does not fit: it may find one that computes values again, and says
+    what the quickest step takes that fits.
     """
 
     seconds: float = math.inf

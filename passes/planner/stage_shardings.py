@@ -50,6 +50,8 @@ ENOUGH_OF_LARGE = 1.02  # times what a large stage takes with any memory: nothin
 ENOUGH_AT_PRICES = 0.25  # a plan at a price is taken that lacks at most this part of its cost
 FAR_TOO_MUCH = 1.1  # times the limit, as rows count bytes
 FILLINGS = 4  # how often memory is filled up at one price, each time by what the last one needs
+MANY_NODES = 2000  # of an unrolled program
+PRICED_WITHIN = 2  # times the limit
 MEMORY_TRIES = 4  # how often the limit is tightened when a lowered program exceeds it
 
 
@@ -296,6 +298,14 @@ class MeshSearch:
         """The plan that is best if every byte of a device costs so many seconds."""
         rows = memory_rows(self.built, self.memory(remat))
         return self.lowered(solve_at_price(self.built, rows, price, self.solved), remat)
+
+    def is_better_priced(self, free: PlannedStage) -> bool:
+        """Whether prices of a byte find better plans of a whole step than a limit, and sooner.
+
+        So they do of many nodes, unless the cheapest plan needs far more than there is.
+        """
+        is_near = free.peak.bytes <= PRICED_WITHIN * self.limit
+        return is_near and len(self.built.nodes) > MANY_NODES
 
     def at_least_price(self, free: PlannedStage) -> PlannedStage:
         """The plan at the least price of a byte, of a few, at which it fits; else the dearest.

@@ -321,6 +321,25 @@ def test_meshes_are_left_where_what_needs_too_much_takes_longer_than_what_fits(
     assert within.solved == 3 and within.chosen_for_bytes > 0
 
 
+def test_of_many_nodes_bytes_have_a_price_unless_far_too_much_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    priced = list[PlannedStage]()
+
+    def at_least_price(search: MeshSearch, free: PlannedStage) -> PlannedStage:
+        priced.append(free)
+        return replace(free, fits=True)
+
+    monkeypatch.setattr(stage_shardings, "MANY_NODES", 0)
+    monkeypatch.setattr(MeshSearch, "at_least_price", at_least_price)
+    near = Within(monkeypatch, 22_000, slower=1.0, fits=True)
+    assert any(each.fits for each in near.plan(again=math.inf))
+    assert near.solved == 0 and len(priced) == 1
+    far = Within(monkeypatch, 11_000, slower=1.0, fits=True)
+    far.plan(again=math.inf)
+    assert far.solved == 1 and len(priced) == 1
+
+
 def test_where_little_is_missing_other_shards_come_before_computing_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
