@@ -23,6 +23,7 @@ from autopar.passes.pieces.pieces import Numbers, StagePiece
 from autopar.passes.pieces.rounds import find_levels, outer_rounds
 from autopar.passes.pieces.stage_pieces import TASKS, body_by_task, stage_pieces
 from autopar.passes.sharding.batch_dims import BatchDims
+from autopar.passes.sharding.held_values import MADE_AGAIN
 from autopar.passes.sharding.memory_rows import StageMemory
 from autopar.passes.sharding.peak_memory import MemoryPeak, label_of
 from autopar.passes.sharding.spmd_program import (
@@ -120,8 +121,9 @@ class StageAccount:
 
         def inside(piece: StagePiece) -> int:
             """Of what one operation makes, as a gradient that is added to others."""
-            made = (x.results for x in piece.block.instructions if isinstance(x, Compute))
-            inner = ([v for v in results if not has_rows(v)] for results in made)
+            made = [x for x in piece.block.instructions if isinstance(x, Compute)]
+            held = [x.results for x in made if x.eqn.primitive.name not in MADE_AGAIN]
+            inner = ([v for v in results if not has_rows(v)] for results in held)
             outer, mesh = set(piece.block.outputs), self.program.mesh
             sizes = (sum(local_bytes(v, mesh) for v in each if v not in outer) for each in inner)
             return max(sizes, default=0)

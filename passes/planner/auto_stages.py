@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -43,6 +43,7 @@ UNSURE = 1.5
 MOST_CLOCKED = 32  # stages; of more, steps are long beside what stages wait
 # By the schedule for whose microbatches in flight stages were found: those that keep no more.
 NEEDING = {"1f1b": ("1f1b", "zb_h1"), "eager_1f1b": ("1f1b", "eager_1f1b", "zb_h1", "zb_h2")}
+DIVIDING = ("zb_h1", "zb_h2")  # the gradients of weights from the rest of the backward pass
 # Schedules with which a stage need not wait for what it has sent to come back.
 HIDES_TRANSFERS = ("eager_1f1b",)
 
@@ -146,7 +147,7 @@ class StageSearch:
         if len(found.stages) > MOST_CLOCKED:
             choice, seconds = found, found.step_seconds
         elif self._is_regular(found):
-            choice, seconds = found, self._seconds_by(found.stages, name)
+            choice, seconds = found, self._seconds_by(found.stages, name, limit)
         else:
             choice, seconds = self._with_moved_cuts(found, name, limit)
         layout = StageLayout(
@@ -159,14 +160,34 @@ class StageSearch:
         )
         return layout, seconds
 
-    def _seconds_by(self, stages: Sequence[StageRange], found_for: str) -> float:
+    def _seconds_by(self, stages: Sequence[StageRange], found_for: str, limit: int) -> float:
         """What a step takes in such stages, by the best of the schedules that need no more memory.
 
-        By one that divides the backward pass too, where schedules are chosen automatically.
+        By one that divides the backward pass too, where schedules are chosen automatically and all
+        stages may fit divided.
         """
         works = self._works(stages)
-        names = NEEDING[found_for] if len(self.schedules) > 1 else [found_for]
+        names: Iterable[str] = [found_for]
+        if len(self.schedules) > 1:
+            may_divide = self._may_divide(stages, found_for, limit)
+            names = (x for x in NEEDING[found_for] if may_divide or x not in DIVIDING)
         return min(step_seconds(name, works, self.num_microbatches) for name in names)
+
+    def _may_divide(self, stages: Sequence[StageRange], schedule: str, limit: int) -> bool:
+        """Whether all stages may fit that divide their backward pass.
+
+        The gradients of weights come last then: until they do, what one unit after the other works
+        with is there for all of them.
+        """
+        flight, count = _in_flight(schedule), self.num_microbatches
+        for place, (start, stop, size, option) in enumerate(stages):
+            runs = (way[start:stop] for way in self.ways[size])
+            working = ([x.bytes_working for x in run] for run in runs)
+            is_first = [not inside for inside in self.inside[start:stop]]
+            more = min(max(sum(itertools.compress(x, is_first)) - max(x), 0) for x in working)
+            if option.bytes_in_flight(min(flight(len(stages) - place), count)) + more > limit:
+                return False
+        return True
 
     def _works(self, stages: Sequence[StageRange]) -> list[StageWork]:
         """What stages do, one after another, and send: over the links between unequal meshes."""
@@ -194,7 +215,7 @@ class StageSearch:
             return [option for option in found if option.bytes_in_flight(flying) <= limit]
 
         def seconds(stages: Sequence[StageRange]) -> float:
-            return self._seconds_by(stages, schedule)
+            return self._seconds_by(stages, schedule, limit)
 
         return moved_cuts(choice, fitting, self._own_seconds, seconds)
 

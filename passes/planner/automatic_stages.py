@@ -102,13 +102,19 @@ class AutomaticStages:
                     continue
                 elsewhere = KnownElsewhere(self.search.best_seconds, tuple(self._stage_counts()))
                 asked = self.search.options, self.search.cluster, self.search.report
-                search = price_stages(split, *asked, elsewhere)
+                search = price_stages(split, *asked, elsewhere, self._likely_sizes(count))
                 if search is None:
                     return None
                 first = search.within(self.limit)
                 self.search.known.stages[count] = PricedStages(split, search, first)
             return self.search.known.stages[count]
         return None
+
+    def _likely_sizes(self, count: int) -> Sequence[int]:
+        """The devices of stages with so many microbatches, by what was priced last with others."""
+        known = [*self.search.known.stages.values()][-1:]
+        found = [x.search.with_microbatches(count).within(self.limit) for x in known]
+        return sorted({size for each in found if each for size in each[0].devices})
 
     def _planner(self, split: SplitStep) -> StagesPlanner:
         """What plans stages of a split step."""
@@ -136,7 +142,7 @@ class AutomaticStages:
                 hoped = min([promised, *(each.promise for each in waiting)])
                 known, looked_at = looked_at, (last.split.num_microbatches, left, hoped)
                 if looked_at != known:  # else there was none
-                    counts = worth_trying(last.search, left, self.limit, hoped)
+                    counts = worth_trying(last.search, left, self.limit, hoped, last.promise)
             found = self._first_stages(counts)
             if found is not None:
                 last = found

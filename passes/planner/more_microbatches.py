@@ -15,11 +15,11 @@ from autopar.passes.planner.one_mesh import MAY_MEET
 
 ENOUGH = 1.05  # times the least time that is expected with any number of microbatches
 FEWEST = 8  # microbatches of stages
-WORTH_PRICING = 1.05  # times what more microbatches may take: with less, they are not looked at
+WORTH_PRICING = 1.02  # times what more microbatches may take: with less, they are not looked at
 
 
 def worth_trying(
-    stages: StageSearch, counts: Sequence[int], limit: int, promised: float
+    stages: StageSearch, counts: Sequence[int], limit: int, promised: float, own: float
 ) -> Sequence[int]:
     """What is left to try, first the fewest microbatches that may fit and are as good as any.
 
@@ -27,26 +27,38 @@ def worth_trying(
     number that stages are known for it is looked both ways: with fewer while they fit and get
     better or are about as good, for stages wait longer for each other and need more memory, and
     with more, for they start more often what takes as long for few rows. What takes longer is not
-    found out, nor by how much it is longer than what is promised. That is told by what steps take
-    at the most: fewer rows are guessed at the least.
+    found out, nor by how much it is longer than what is promised. With fewer, schedules that divide
+    the backward pass hardly wait, so that the best of all is looked for; with more, where what the
+    dynamic program finds is not longer already. Fewer rows are guessed at the least.
+
+    Args:
+      stages: the search with the microbatches that units were priced with.
+      counts: numbers of microbatches.
+      limit: bytes that a device may hold.
+      promised: seconds of a step, of the best that is known.
+      own: what these stages promise.
     """
-    own, best = stages.num_microbatches, stages.bound(limit, promised)
+    best = own if own <= promised else math.inf
     seconds: dict[int, float] = {}
-    for count in sorted((count for count in counts if count < own), reverse=True):
-        longest = promised if math.isinf(best) else ENOUGH * best
-        most = stages.with_microbatches(count).bound(limit, longest)
-        if math.isinf(most):
+    for count in sorted(
+        (count for count in counts if count < stages.num_microbatches), reverse=True
+    ):
+        longest = promised if math.isinf(best) else min(ENOUGH * best, promised)
+        found = stages.with_microbatches(count).within(limit, longest)
+        if found is None:
             if math.isinf(best):
                 continue
             break
-        seconds[count] = most
-        best = min(best, most)
-    for count in sorted(count for count in counts if count > own):
-        most = stages.with_microbatches(count).bound(limit, min(ENOUGH * best, promised))
-        if math.isinf(most):
+        seconds[count] = found[1]
+        best = min(best, found[1])
+    for count in sorted(count for count in counts if count > stages.num_microbatches):
+        more = stages.with_microbatches(count)
+        longest = min(ENOUGH * best, promised)
+        if math.isinf(more.bound(limit, ENOUGH * longest)):
             continue
-        seconds[count] = most
-        best = min(best, most)
+        if found := more.within(limit, longest):
+            seconds[count] = found[1]
+            best = min(best, found[1])
     best = min(seconds.values(), default=math.inf)
     if best * WORTH_PRICING > promised:
         return []

@@ -73,7 +73,7 @@ class KnownElsewhere(NamedTuple):
           schedules: by which stages are chosen.
         """
         others = (
-            evenly(total.with_rows(count / other), num_stages, other)
+            _least_seconds(total.with_rows(count / other), num_stages, other, schedules)
             for other in self.counts
             if other != count
         )

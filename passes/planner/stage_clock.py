@@ -49,8 +49,9 @@ class _Turn(NamedTuple):
 def step_seconds(schedule: str, works: Sequence[StageWork], num_microbatches: int) -> float:
     """The time of a step on one mesh for each stage.
 
-    Gradients of weights are half of the backward pass where the schedule divides it; where there
-    is none, nobody waits for it. Of many microbatches those in the middle are taken to be as long
+    Where the schedule divides the backward pass, gradients of weights take as long as the forward
+    pass, or half of the backward pass: that may compute the forward pass again before. Where there
+    is no backward pass, nobody waits for it. Of many microbatches those in the middle are taken to be as long
     as each other: not quite, if what is sent is on its way for longer than a stage works.
 
     >>> works = [StageWork(1.0, 2.0, 0.0, 0.0), StageWork(1.0, 2.0, 0.0, 0.0)]
@@ -65,8 +66,9 @@ def step_seconds(schedule: str, works: Sequence[StageWork], num_microbatches: in
         each = max((other - one) / steady, *(x.forward + x.backward for x in works))
         return other + (num_microbatches - long - steady) * each
     turns = _turns(schedule, len(works), num_microbatches)
-    part = 0.5 if any(turn.kind == KINDS.index("W") for turn in turns) else 1.0
-    seconds = [(x.forward, part * x.backward, part * x.backward) for x in works]
+    is_divided = any(turn.kind == KINDS.index("W") for turn in turns)
+    weights = [min(x.forward, x.backward / 2) if is_divided else 0.0 for x in works]
+    seconds = [(x.forward, x.backward - w, w) for x, w in zip(works, weights, strict=True)]
     sent = [x.sent for x in works]
     clock, ends = [0.0] * len(works), list[float]()
     for stage, kind, waits_for, link in turns:

@@ -40,6 +40,7 @@ def price_stages(
     cluster: Cluster,
     report: Callable[[str], None],
     elsewhere: KnownElsewhere = NOTHING_ELSEWHERE,
+    likely: Collection[int] = (),
 ) -> StageSearch | None:
     """The search for a step; None where it cannot be cut.
 
@@ -49,6 +50,7 @@ def price_stages(
       cluster: all devices.
       report: takes a line of progress.
       elsewhere: what stages have to be quicker than.
+      likely: the devices of the stages that are expected to be quickest: these sizes come first.
     """
     units = units_of(split)
     if units is None:
@@ -143,6 +145,7 @@ def price_stages(
     crossed = min(filter(None, finer.crossing), default=0)
     free, passed = list[int](), 0
     sizes = elsewhere.hopeful(sizes_of(cluster)[:-1], least)
+    sizes.sort(key=lambda size: size not in likely)
     if sizes and elsewhere.seconds < math.inf:
         best = elsewhere.longest(split.num_microbatches, cluster.num_devices // min(sizes))
         costs.is_useless = lambda size, total: least_of(size, total) > elsewhere.seconds

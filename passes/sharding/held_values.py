@@ -33,6 +33,8 @@ SEVERAL = 2
 """Sequences, images or rows of a batch on a device, where nothing is said of it."""
 SMALL_BYTES = 4096
 """What is smaller is computed again without asking."""
+MADE_AGAIN = ("broadcast_in_dim", "iota")
+"""Whose results are no buffers, but where one must be: who reads them makes them."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,7 @@ def _held_numbers(
             ends[value] = nothing.union(*(ends.get(v, nothing) for v in own))
             work[value] = elements[value] * own_cycles[number]
             chain = frozenset((value,)).union(*(chains.get(v, nothing) for v in own))
-            is_again = size[value] <= SMALL_BYTES or is_part or name_of(made) in _ALWAYS
+            is_again = size[value] <= SMALL_BYTES or is_part or name_of(made) in MADE_AGAIN
             if not is_again and rules.counts_operations:
                 is_again = is_quicker_again(value, sources, chain)
             elif not is_again:
@@ -329,9 +331,6 @@ def _takes_in(made: InstructionValues[int], place: int, rules: CompilerRules) ->
     if made.eqn is None:
         return made.is_masked or (made.is_slice and rules.slices_are_read)
     return rules.takes_in(made.eqn, place)
-
-
-_ALWAYS = ("broadcast_in_dim", "iota")
 
 
 def _names(program: Sequence[InstructionValues[int]], size: Sequence[int]) -> list[int]:

@@ -36,6 +36,12 @@ def stages_of(way: tuple[UnitCost, ...], size: int, count: int) -> StageSearch:
     return StageSearch(starts, nothing, *more)
 
 
+def within(search: StageSearch) -> float:
+    found = search.within(FREE)
+    assert found is not None
+    return found[1]
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_the_bound_is_below_what_stages_are_expected_to_take(seed: int) -> None:
     """Of units that are not alike, on two to eight stages, by any schedule."""
@@ -52,7 +58,8 @@ def test_the_bound_is_below_what_stages_are_expected_to_take(seed: int) -> None:
     assert alone <= within[1] * WORTH_PLANNING
     for other in (2 * count, count // 2):  # those are not even looked at below it
         known = KnownElsewhere(1.0, (other,)).least(joined(way), 16 / size, count, SCHEDULES)
-        assert worth_trying(found, [other], FREE, 0.99 * min(known, within[1])) == []
+        best = 0.99 * min(known, within[1])
+        assert worth_trying(found, [other], FREE, best, within[1]) == []
 
 
 def test_sizes_are_priced_if_stages_may_be_quicker_on_one() -> None:
@@ -135,12 +142,35 @@ def test_fewer_microbatches_are_found_where_the_first_number_promises_nothing() 
     """What takes hardly any longer with few rows makes many microbatches slow."""
     unit = UNIT._replace(rowless_seconds=0.99, once_seconds=0.0)
     found = stages_of((unit,) * 16, 8, 64)
-    quick = {n: found.with_microbatches(n).bound(FREE) for n in (2, 4, 8, 16, 32)}
+    counts, own = (2, 4, 8, 16, 32), within(found)
+    quick = {count: within(found.with_microbatches(count)) for count in counts}
     best = min(quick.values())
-    assert best * 1.06 < found.bound(FREE)
-    good = worth_trying(found, [*quick], FREE, best * 1.06)
+    assert best * 1.06 < own
+    good = worth_trying(found, counts, FREE, best * 1.03, own)
     assert good and quick[good[0]] <= 1.05 * best
-    assert worth_trying(found, [*quick], FREE, best * 1.04) == []
+    assert worth_trying(found, counts, FREE, best * 1.01, own) == []
+
+
+def test_backward_passes_are_divided_where_that_may_fit() -> None:
+    """What units work with one after the other is there for all of them then."""
+    unit = UNIT._replace(forward_seconds=0.3, once_seconds=0.0, bytes_working=10)
+    found = stages_of((unit,) * 16, 8, 4)
+    limited, at_once = found.within(60), dataclasses.replace(found, schedules=("eager_1f1b",))
+    alone = at_once.within(60)
+    assert limited is not None and alone is not None
+    assert within(found) < limited[1] == alone[1]
+    divided = found.within(80)
+    assert divided is not None and divided[1] == within(found)
+
+
+def test_the_likely_sizes_of_submesh_are_priced_first() -> None:
+    shapes = [jax.ShapeDtypeStruct((512, 512), "float32")] * 4
+    graph = trace(step, (shapes, jax.ShapeDtypeStruct((64, 512), "float32"))).graph
+    search = LayoutSearch.of(graph, Options(stages="auto"), CLUSTER, lambda message: None)
+    split, said = search.split(8, is_pipeline=True), list[str]()
+    price_stages(split, search.options, CLUSTER, said.append, likely=[4])
+    sizes = [int(line.split()[-2]) for line in said if "costs of" in line]
+    assert sizes[0] == 4 and sizes[1:] == sorted(sizes[1:]) != []
 
 
 def test_what_is_quicker_than_all_that_is_known_is_found_as_without() -> None:
@@ -166,4 +196,4 @@ def test_what_is_quicker_than_all_that_is_known_is_found_as_without() -> None:
     nothing, none = priced(KnownElsewhere(0.001 * promise, counts))
     assert math.isinf(none) and not any(nothing.ways.values())
     assert not any("costs of" in line for line in said)
-    assert worth_trying(nothing, [16, 32], FREE, 0.001 * promise) == []
+    assert worth_trying(nothing, [16, 32], FREE, 0.001 * promise, math.inf) == []

@@ -23,9 +23,10 @@ SECONDS = st.integers(1, 20)
 def reference(name: str, works: Sequence[StageWork], count: int) -> float:
     """The longest path; transfers between neighbours all take what the first one takes."""
     schedule = make_schedule(name, len(works), count)
-    part = 0.5 if schedule.splits_backward else 1.0
-    backward = [part * work.backward for work in works]
-    seconds = {"F": [work.forward for work in works], "B": backward, "W": backward}
+    divides = schedule.splits_backward
+    weights = [min(work.forward, work.backward / 2) if divides else 0.0 for work in works]
+    backward = [work.backward - own for work, own in zip(works, weights, strict=True)]
+    seconds = {"F": [work.forward for work in works], "B": backward, "W": weights}
     ends = [0.0] * len(works)
     for (_, stage, _), (_, end) in times(
         schedule.tasks, len(works), seconds, works[0].sent
