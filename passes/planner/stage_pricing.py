@@ -154,7 +154,7 @@ def price_stages(
             break  # something fits elsewhere
         known = max((x for x in priced if priced[x]), default=None)
         if known is not None and costs.guess(size, known) > SLOWER * best:
-            passed += 1
+            passed += size > known
             if passed == PASSED_OVER:
                 break
             continue
