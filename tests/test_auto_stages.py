@@ -197,7 +197,10 @@ def test_a_long_program_is_refused_for_about_the_same_bytes(
 
 
 class Expected:
-    """A search for stages that takes so long with each number of microbatches; None: too much."""
+    """A search for stages that takes so long with each number of microbatches; None: too much.
+
+    The objective of the dynamic program is 4% above what stages take.
+    """
 
     def __init__(self, seconds: dict[int, float | None], count: int):
         self.seconds, self.num_microbatches = seconds, count
@@ -207,11 +210,11 @@ class Expected:
 
     def bound(self, limit: int, at_most: float = math.inf) -> float:
         found = self.seconds[self.num_microbatches]
-        return math.inf if found is None or found > at_most else found
+        return math.inf if found is None or 1.04 * found > at_most else 1.04 * found
 
     def within(self, limit: int, at_most: float = math.inf) -> tuple[None, float] | None:
-        found = self.bound(limit, at_most)
-        return None if math.isinf(found) else (None, found)
+        found = self.seconds[self.num_microbatches]
+        return None if found is None or found > at_most else (None, found)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +222,9 @@ class Expected:
     [
         ({8: 1.0, 16: 1.01, 32: 1.2, 64: 1.03}, [8, 16, 64]),  # as good as any: the fewest first
         ({8: 0.9, 16: 1.01, 32: 1.2, 64: 1.3}, [8, 16, 64]),  # hardly better is looked beyond
+        ({8: 0.9, 16: 1.21, 32: 1.2, 64: 1.3}, [8, 16, 64]),  # hardly worse, too
+        ({8: 0.9, 16: 1.27, 32: 1.2, 64: 1.3}, []),
+        ({8: 1.3, 16: 1.3, 32: 1.2, 64: 1.1}, [64, 8, 16]),  # more microbatches are timed as well
         ({8: None, 16: None, 32: None, 64: 1.0}, [64, 8, 16]),  # too large until there
         ({8: 1.2, 16: 1.18, 32: 1.2, 64: 1.19}, []),  # hardly better than what is known
     ],

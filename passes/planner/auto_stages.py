@@ -169,21 +169,21 @@ class StageSearch:
         works = self._works(stages)
         names: Iterable[str] = [found_for]
         if len(self.schedules) > 1:
-            may_divide = self._may_divide(stages, found_for, limit)
-            names = (x for x in NEEDING[found_for] if may_divide or x not in DIVIDING)
+            needing = NEEDING[found_for]
+            names = (x for x in needing if x not in DIVIDING or self._fit_by(x, stages, limit))
         return min(step_seconds(name, works, self.num_microbatches) for name in names)
 
-    def _may_divide(self, stages: Sequence[StageRange], schedule: str, limit: int) -> bool:
-        """Whether all stages may fit that divide their backward pass.
+    def _fit_by(self, schedule: str, stages: Sequence[StageRange], limit: int) -> bool:
+        """Whether all stages may fit by a schedule that divides their backward pass.
 
         The gradients of weights come last then: until they do, what one unit after the other works
-        with is there for all of them.
+        with is there for all of them, as much as in the way that needs least.
         """
         flight, count = _in_flight(schedule), self.num_microbatches
         for place, (start, stop, size, option) in enumerate(stages):
             runs = (way[start:stop] for way in self.ways[size])
             working = ([x.bytes_working for x in run] for run in runs)
-            is_first = [not inside for inside in self.inside[start:stop]]
+            is_first = [True, *(not inside for inside in self.inside[start + 1 : stop])]
             more = min(max(sum(itertools.compress(x, is_first)) - max(x), 0) for x in working)
             if option.bytes_in_flight(min(flight(len(stages) - place), count)) + more > limit:
                 return False
@@ -388,4 +388,6 @@ class StageSearch:
 
 def _in_flight(schedule: str) -> Callable[[int], int]:
     """Microbatches in flight, by the number of stages from one to the last."""
-    return (lambda left: 2 * left - 1) if schedule == "eager_1f1b" else (lambda left: left)
+    return (
+        (lambda left: 2 * left - 1) if schedule in ("eager_1f1b", "zb_h2") else (lambda left: left)
+    )

@@ -113,7 +113,8 @@ class AutomaticStages:
     def _likely_sizes(self, count: int) -> Sequence[int]:
         """The devices of stages with so many microbatches, by what was priced last with others."""
         known = [*self.search.known.stages.values()][-1:]
-        found = [x.search.with_microbatches(count).within(self.limit) for x in known]
+        longest = self.search.best_seconds
+        found = [x.search.with_microbatches(count).within(self.limit, longest) for x in known]
         return sorted({size for each in found if each for size in each[0].devices})
 
     def _planner(self, split: SplitStep) -> StagesPlanner:

@@ -14,8 +14,9 @@ from autopar.passes.planner.least_memory import state_on_devices
 from autopar.passes.planner.one_mesh import MAY_MEET
 
 ENOUGH = 1.05  # times the least time that is expected with any number of microbatches
+LOOSE = 1.05  # times what stages of many microbatches take: about the most that their bound says
 FEWEST = 8  # microbatches of stages
-WORTH_PRICING = 1.02  # times what more microbatches may take: with less, they are not looked at
+WORTH_PRICING = 1.02  # times what another number may take: with less, it is not looked at
 
 
 def worth_trying(
@@ -26,24 +27,25 @@ def worth_trying(
     None where that is hardly less than what is `promised` of the best that is known. From the
     number that stages are known for it is looked both ways: with fewer while they fit and get
     better or are about as good, for stages wait longer for each other and need more memory, and
-    with more, for they start more often what takes as long for few rows. What takes longer is not
-    found out, nor by how much it is longer than what is promised. With fewer, schedules that divide
-    the backward pass hardly wait, so that the best of all is looked for; with more, where what the
-    dynamic program finds is not longer already. Fewer rows are guessed at the least.
+    with more, for they start more often what takes as long for few rows. By how much something
+    takes longer is not found out. With fewer, stages wait longer for each other but by schedules
+    that divide the backward pass, which the objective of the dynamic program does not know: their
+    stages are timed. With more, that is done where the objective is not longer already. Fewer rows
+    are guessed at the least.
 
     Args:
       stages: the search with the microbatches that units were priced with.
       counts: numbers of microbatches.
       limit: bytes that a device may hold.
       promised: seconds of a step, of the best that is known.
-      own: what these stages promise.
+      own: what these stages promise; infinite where none fit.
     """
     best = own if own <= promised else math.inf
     seconds: dict[int, float] = {}
     for count in sorted(
         (count for count in counts if count < stages.num_microbatches), reverse=True
     ):
-        longest = promised if math.isinf(best) else min(ENOUGH * best, promised)
+        longest = promised if math.isinf(best) else ENOUGH * best
         found = stages.with_microbatches(count).within(limit, longest)
         if found is None:
             if math.isinf(best):
@@ -54,7 +56,7 @@ def worth_trying(
     for count in sorted(count for count in counts if count > stages.num_microbatches):
         more = stages.with_microbatches(count)
         longest = min(ENOUGH * best, promised)
-        if math.isinf(more.bound(limit, ENOUGH * longest)):
+        if math.isinf(more.bound(limit, LOOSE * longest)):
             continue
         if found := more.within(limit, longest):
             seconds[count] = found[1]

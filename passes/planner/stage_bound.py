@@ -12,6 +12,8 @@ from autopar.passes.planner.stage_clock import StageWork, step_seconds
 from autopar.passes.planner.stage_costs import UnitCost, evenly
 from autopar.passes.planner.stages_within import WORTH_PLANNING
 
+FEW = 4  # times as many microbatches as stages: with more, stages of unequal work wait longer
+UNEVEN = 1.07  # times what they take with fewer, what equal ones would: by trials of random units
 MIXED = 1.05  # times what is known: on such sizes there may be some of the stages, if on others too
 
 
@@ -64,7 +66,8 @@ class KnownElsewhere(NamedTuple):
         """What has to be known at the most, for stages to be planned.
 
         Or to be priced with other numbers of microbatches. What is expected of stages has to be
-        less by some margin, for either.
+        less by some margin, for either. With few microbatches stages of unequal work wait less than
+        equal ones: how much less is a guess.
 
         Args:
           total: units of a step one after the other, on a submesh.
@@ -84,13 +87,17 @@ class KnownElsewhere(NamedTuple):
 def _least_seconds(
     total: UnitCost, num_stages: float, count: int, schedules: Sequence[str]
 ) -> float:
-    """What a step takes in equal stages by the best schedule, as `StageSearch` has it."""
+    """What a step takes in equal stages by the best schedule, as `StageSearch` has it.
+
+    With few microbatches less: stages of unequal work may wait less than they.
+    """
     if num_stages > MOST_CLOCKED or num_stages != int(num_stages):
         return evenly(total, num_stages, count)
     part, once = total.shared_by(int(num_stages)), total.once_seconds / num_stages
     works = [StageWork(part.forward_seconds, part.backward_seconds, once, 0.0)] * int(num_stages)
     chosen = {x for name in schedules for x in NEEDING[name]} if schedules[1:] else {*schedules}
-    return min(step_seconds(name, works, count) for name in sorted(chosen))
+    seconds = min(step_seconds(name, works, count) for name in sorted(chosen))
+    return seconds / UNEVEN if count <= FEW * num_stages else seconds
 
 
 NOTHING_ELSEWHERE = KnownElsewhere()

@@ -49,10 +49,11 @@ class _Turn(NamedTuple):
 def step_seconds(schedule: str, works: Sequence[StageWork], num_microbatches: int) -> float:
     """The time of a step on one mesh for each stage.
 
-    Where the schedule divides the backward pass, gradients of weights take as long as the forward
-    pass, or half of the backward pass: that may compute the forward pass again before. Where there
-    is no backward pass, nobody waits for it. Of many microbatches those in the middle are taken to be as long
-    as each other: not quite, if what is sent is on its way for longer than a stage works.
+    Where the schedule divides the backward pass, gradients of weights are half of it, but take no
+    longer than the forward pass: the rest may begin with computing that again. Where there is no
+    backward pass, nobody waits for it. Of many microbatches those in the middle are taken to
+    be as long as each other: not quite, if what is sent is on its way for longer than a stage
+    works.
 
     >>> works = [StageWork(1.0, 2.0, 0.0, 0.0), StageWork(1.0, 2.0, 0.0, 0.0)]
     >>> [step_seconds(schedule, works, 4) for schedule in ("1f1b", "gpipe", "zb_h2")]

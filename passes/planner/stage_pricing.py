@@ -26,11 +26,11 @@ from autopar.passes.planner.stage_costs import Mesh, UnitCost, Way, with_halfway
 from autopar.passes.planner.unit_costs import UnitCosts
 from autopar.passes.slicing.stage_graphs import StageGraph
 
-# Times what stages of fewer devices take that fit: larger submeshes on which units take longer with
-# any memory are not looked at further.
+# Times what stages take that fit: other submeshes on which units take longer with any memory are
+# not looked at further.
 LONGER = 1.02
 SLOWER = 1.1  # times what fits elsewhere, what units are guessed to take: they are not priced
-PASSED_OVER = 2  # sizes in a row that are not priced so: larger ones are not looked at
+PASSED_OVER = 2  # sizes above all that are priced, in a row, that are not: no others are looked at
 HARDLY_LESS = 1.001  # times what stages may take with no memory: else prices of it are not tried
 
 
@@ -50,7 +50,8 @@ def price_stages(
       cluster: all devices.
       report: takes a line of progress.
       elsewhere: what stages have to be quicker than.
-      likely: the devices of the stages that are expected to be quickest: these sizes come first.
+      likely: the devices of the stages that are expected to be quickest: of the sizes that have a
+        prospect, these come first.
     """
     units = units_of(split)
     if units is None:
@@ -108,12 +109,22 @@ def price_stages(
     def seconds(hoped: Collection[int] = ()) -> float:
         return made(hoped).bound(costs.limit, best)
 
+    def longest_of(size: int) -> float:
+        """What equal stages of so many devices may take by 1F1B, to be looked at further.
+
+        More stages than are priced wait longer so, which other schedules need not: that is left.
+        """
+        if size > max((x for x in priced if priced[x] and x != size), default=0):
+            return LONGER * best
+        waiting = cluster.num_devices / size - 1
+        return LONGER * best * (split.num_microbatches + waiting) / split.num_microbatches
+
     def price(size: int) -> None:
         """At prices of memory, and casting in every microbatch where equal stages do not fit.
 
         Not where that takes longer than what fits elsewhere.
         """
-        longest = LONGER * best
+        longest = longest_of(size)
         priced[size] = costs.ways(size, longest)
         least = costs.least_that_fits(size, priced[size])
         may_cast = math.isinf(least) and costs.may_take(size, longest) and again().kept_bytes
@@ -152,16 +163,17 @@ def price_stages(
     for size, may_fit in _hopeful_first(sizes, is_hopeful):
         if not may_fit and math.isfinite(best):
             break  # something fits elsewhere
-        known = max((x for x in priced if priced[x]), default=None)
-        if known is not None and costs.guess(size, known) > SLOWER * best:
-            passed += size > known
+        known = [x for x in priced if priced[x]]
+        nearest = min(known, key=lambda x: max(x, size) / min(x, size), default=None)
+        if nearest is not None and costs.guess(size, nearest) > SLOWER * best:
+            passed += size > max(known)
             if passed == PASSED_OVER:
                 break
             continue
         passed = 0
         report(f"costs of {len(costs.typical)} kinds of layers on {size} devices")
-        priced[size] = costs.free_ways(size, LONGER * best)
-        if not costs.may_take(size, LONGER * best):
+        priced[size] = costs.free_ways(size, longest_of(size))
+        if not costs.may_take(size, longest_of(size)):
             continue
         best = min(best, seconds())
         if seconds([size]) * HARDLY_LESS < best:
