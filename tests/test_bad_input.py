@@ -441,6 +441,7 @@ def test_plan_of_another_program(saved: Path) -> None:
 
     for step, batch, why in (
         (other_step, BATCH, "content hash"),
+        (other_step, BATCH, "Python number"),
         (train_step, rows(8), "[8, "),
     ):
         raises(

@@ -42,6 +42,13 @@ def test_each_row_is_the_plan_for_its_cluster() -> None:
     assert found.efficiencies[0] == 1
 
 
+def test_what_a_compiler_said_of_a_plan_is_told() -> None:
+    found = _scaling((1, 2), method="data", confirm="cpu")
+    (row,) = found.rows
+    assert row.plan.confirmed is not None
+    assert "2 devices, confirmed: XLA:CPU" in as_text(found, 200)
+
+
 def test_what_has_no_plan_has_its_reason(tmp_path: Path) -> None:
     found = _scaling((1, 3), (1, 1), (1, 8), method="data", memory_limit="8MiB", microbatches=1)
     uneven, small, fits = found.rows

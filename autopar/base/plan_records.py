@@ -508,8 +508,10 @@ class PlanRecord(Displayed, Record):
                 "The plan was made for another program.",
                 why=f"the plan's program has the content hash {self.program_hash[:12]}, this one "
                 f"{program_hash[:12]}: the code or a library changed (the plan was made with jax "
-                f"{self.jax_version}){same}.",
-                hint="plan again for this program.",
+                f"{self.jax_version}){same}. An array where there was a Python number, or a Python "
+                "number where there was an array, makes another program too.",
+                hint="plan again for this program, or call it with what it was planned for: "
+                "`jnp.asarray(number, dtype)` makes an array of a number.",
             )
 
     def _changed(self, leaves: Mapping[str, str]) -> list[str]:

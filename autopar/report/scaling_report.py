@@ -140,6 +140,11 @@ class Scaling:
         notes = [
             f"no plan for {r.cluster.num_devices} devices: {r.reason}" for r in self.rows if r.error
         ]
+        notes += [
+            f"{row.cluster.num_devices} devices, confirmed: {row.plan.confirmed}"
+            for row in self.rows
+            if row.plan is not None and row.plan.confirmed is not None
+        ]
         if self.interrupted:
             notes.append("interrupted: the last row is what was found, others were not planned for")
         ideal = "of ideal: a device's steps a second, over those with the fewest devices that do"
