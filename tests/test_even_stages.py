@@ -55,9 +55,9 @@ def seconds_of(depth: int, width: int, rows: int, **options: Any) -> float:
     [
         ((2, 2048, 256), ("p3.16xlarge", 2, 8), 1),
         ((2, 512, 256), ("dgx-h100", 3, 2), 4),
-        ((12, 2048, 4096), ("dgx-h100", 8, 1), "auto"),
+        ((4, 4096, 1024), ("dgx-h100", 4, 1), "auto"),
     ],
-    ids=["one microbatch", "three nodes of two", "four stages"],
+    ids=["one microbatch", "three nodes of two", "four nodes"],
 )
 def test_even_stages_may_be_quicker(
     monkeypatch: pytest.MonkeyPatch,
@@ -72,6 +72,14 @@ def test_even_stages_may_be_quicker(
     assert automatic <= seconds_of(*sizes, stages=2, **asked)
     monkeypatch.setattr(even_stages, "SMALL_PROGRAM", 0)
     assert automatic < 0.95 * seconds_of(*sizes, **asked)
+
+
+def test_the_search_alone_finds_numbers_of_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few of them, by a schedule that divides the backward pass, on as many stages as nodes."""
+    monkeypatch.setattr(even_stages, "SMALL_PROGRAM", 0)
+    on = {"cluster": autopar.Cluster.preset("dgx-h100", nodes=8, devices_per_node=1)}
+    even = min(seconds_of(12, 2048, 4096, stages=stages, **on) for stages in (2, 4, 8))
+    assert seconds_of(12, 2048, 4096, **on) <= 1.02 * even
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 13])
