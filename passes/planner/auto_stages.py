@@ -27,6 +27,7 @@ from autopar.passes.planner.stage_choice import (
     StageOption,
     StageOptions,
     StageRange,
+    TimedChoice,
     best_stages,
 )
 from autopar.passes.planner.stage_clock import StageWork, step_seconds
@@ -95,15 +96,15 @@ class StageSearch:
         most = UNSURE * at_most
         tried = [(self._choice(limit, name, most), name) for name in self.schedules]
         found = [(choice, name) for choice, name in tried if choice is not None]
-        made = [self._layout(choice, name, limit) for choice, name in found]
+        made = [self._timed(choice, name, limit) for choice, name in found]
         if not made:
             return None
-        first = min(range(len(made)), key=lambda i: made[i][1])
-        least = made[first][1]
+        first = min(range(len(made)), key=lambda i: made[i].seconds)
+        least = made[first].seconds
         if not hardly_waits(found[first][0], least, self._own_seconds) and len(self._sizes) > 1:
-            made += self.of_equal_devices(limit, min(at_most, least))
-        best = min(made, key=lambda pair: pair[1])
-        return best if best[1] <= at_most else None
+            made += self._of_equal_devices(limit, min(at_most, least))
+        best = min(made, key=lambda timed: timed.seconds)
+        return (self._layout(best, limit), best.seconds) if best.seconds <= at_most else None
 
     @cached_property
     def _sizes(self) -> list[int]:
@@ -134,23 +135,30 @@ class StageSearch:
           limit: bytes that a device may hold.
           at_most: seconds of a step; stages that take longer are not looked for.
         """
-        made, most = list[tuple[StageLayout, float]](), UNSURE * at_most
+        made = self._of_equal_devices(limit, at_most)
+        return [(self._layout(timed, limit), timed.seconds) for timed in made]
+
+    def _of_equal_devices(self, limit: int, at_most: float) -> list[TimedChoice]:
+        made, most = list[TimedChoice](), UNSURE * at_most
         for size in self._sizes:
             found = [(self._choice(limit, name, most, size), name) for name in self.schedules]
-            several = [self._layout(x, name, limit) for x, name in found if x is not None]
-            if several:
-                made.append(min(several, key=lambda pair: pair[1]))
-        return sorted((pair for pair in made if pair[1] <= at_most), key=lambda pair: pair[1])
+            several = [self._timed(x, name, limit) for x, name in found if x is not None]
+            made += sorted(several, key=lambda timed: timed.seconds)[:1]
+        fitting = (timed for timed in made if timed.seconds <= at_most)
+        return sorted(fitting, key=lambda timed: timed.seconds)
 
-    def _layout(self, found: StageChoice, name: str, limit: int) -> tuple[StageLayout, float]:
-        """The layout of stages that were found by a schedule, and the seconds of a step."""
+    def _timed(self, found: StageChoice, name: str, limit: int) -> TimedChoice:
+        """Stages that were found by a schedule, their cuts moved where that is quicker."""
         if len(found.stages) > MOST_CLOCKED:
-            choice, seconds = found, found.step_seconds
-        elif self._is_regular(found):
-            choice, seconds = found, self._seconds_by(found.stages, name, limit)
-        else:
-            choice, seconds = self._with_moved_cuts(found, name, limit)
-        layout = StageLayout(
+            return TimedChoice(found, name, found.step_seconds)
+        if self._is_regular(found):
+            return TimedChoice(found, name, self._seconds_by(found.stages, name, limit))
+        choice, seconds = self._with_moved_cuts(found, name, limit)
+        return TimedChoice(choice, name, seconds)
+
+    def _layout(self, timed: TimedChoice, limit: int) -> StageLayout:
+        choice, name, _ = timed
+        return StageLayout(
             tuple(self.starts[stage.start] for stage in choice.stages[1:]),
             tuple(stage.num_devices for stage in choice.stages),
             tuple(stage.option.remat for stage in choice.stages),
@@ -158,7 +166,6 @@ class StageSearch:
             self._expected(choice, limit, name) if self.meshes else (),
             tuple(stage.option.casts for stage in choice.stages),
         )
-        return layout, seconds
 
     def _seconds_by(self, stages: Sequence[StageRange], found_for: str, limit: int) -> float:
         """What a step takes in such stages, by the best of the schedules that need no more memory.

@@ -14,7 +14,7 @@ from autopar.passes.planner.least_memory import state_on_devices
 from autopar.passes.planner.one_mesh import MAY_MEET
 
 ENOUGH = 1.05  # times the least time that is expected with any number of microbatches
-LOOSE = 1.05  # times what stages of many microbatches take: about the most that their bound says
+LOOSE = 1.02  # times what stages of many microbatches take: about the most that their bound says
 FEWEST = 8  # microbatches of stages
 WORTH_PRICING = 1.02  # times what another number may take: with less, it is not looked at
 
@@ -55,7 +55,7 @@ def worth_trying(
         best = min(best, found[1])
     for count in sorted(count for count in counts if count > stages.num_microbatches):
         more = stages.with_microbatches(count)
-        longest = min(ENOUGH * best, promised)
+        longest = min(ENOUGH * best, promised / WORTH_PRICING)
         if math.isinf(more.bound(limit, LOOSE * longest)):
             continue
         if found := more.within(limit, longest):

@@ -146,6 +146,14 @@ class StageChoice:
     step_seconds: float
 
 
+class TimedChoice(NamedTuple):
+    """Stages, by which schedule they were found, and the seconds of a step."""
+
+    choice: StageChoice
+    schedule: str
+    seconds: float
+
+
 def best_stages(
     options: Sequence[StageOptions],
     num_devices: int,
