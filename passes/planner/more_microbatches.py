@@ -30,8 +30,8 @@ def worth_trying(
     with more, for they start more often what takes as long for few rows. By how much something
     takes longer is not found out. With fewer, stages wait longer for each other but by schedules
     that divide the backward pass, which the objective of the dynamic program does not know: their
-    stages are timed. With more, that is done where the objective is not longer already. Fewer rows
-    are guessed at the least.
+    stages are timed. With more, that is done only where the objective says that they may be worth
+    it. Fewer rows are guessed at the least.
 
     Args:
       stages: the search with the microbatches that units were priced with.
@@ -42,9 +42,9 @@ def worth_trying(
     """
     best = own if own <= promised else math.inf
     seconds: dict[int, float] = {}
-    for count in sorted(
-        (count for count in counts if count < stages.num_microbatches), reverse=True
-    ):
+    fewer = [count for count in counts if count < stages.num_microbatches]
+    more = [count for count in counts if count > stages.num_microbatches]
+    for count in sorted(fewer, reverse=True):
         longest = promised if math.isinf(best) else ENOUGH * best
         found = stages.with_microbatches(count).within(limit, longest)
         if found is None:
@@ -53,12 +53,12 @@ def worth_trying(
             break
         seconds[count] = found[1]
         best = min(best, found[1])
-    for count in sorted(count for count in counts if count > stages.num_microbatches):
-        more = stages.with_microbatches(count)
+    for count in sorted(more):
+        search = stages.with_microbatches(count)
         longest = min(ENOUGH * best, promised / WORTH_PRICING)
-        if math.isinf(more.bound(limit, LOOSE * longest)):
+        if math.isinf(search.bound(limit, LOOSE * longest)):
             continue
-        if found := more.within(limit, longest):
+        if found := search.within(limit, longest):
             seconds[count] = found[1]
             best = min(best, found[1])
     best = min(seconds.values(), default=math.inf)
