@@ -90,6 +90,7 @@ class MemoryLimitError(AutoparError):
       largest_tensors: (path, bytes per device) of the largest tensors of that plan, largest first.
       least_plan: what that plan is, in words.
       would_fit: single changes with which a plan that fits was found, in words, cheapest first.
+      state: how much of the least is the state, in words.
     """
 
     def __init__(
@@ -101,10 +102,11 @@ class MemoryLimitError(AutoparError):
         largest_tensors: Sequence[tuple[str, int]] = (),
         least_plan: str = "",
         would_fit: Sequence[str] = (),
+        state: str = "",
         **told: str | None,
     ):
         self.least_bytes = least_bytes
-        self.least_plan, self.would_fit = least_plan, tuple(would_fit)
+        self.least_plan, self.would_fit, self.state = least_plan, tuple(would_fit), state
         self.largest_tensors = tuple((str(path), int(size)) for path, size in largest_tensors)
         super().__init__(what, why=self._reason() if why is None else why, **told)
 
@@ -114,6 +116,8 @@ class MemoryLimitError(AutoparError):
             least = f"{format_bytes(self.least_bytes)} per device ({self.least_bytes:,} bytes)"
             using = f", with {self.least_plan}" if self.least_plan else ""
             lines.append(f"the least that was found to do is {least}{using}.")
+        if self.state:
+            lines.append(self.state)
         if self.largest_tensors:
             lines.append("the largest tensors per device are:")
             counts = Counter(self.largest_tensors)

@@ -69,10 +69,10 @@ class AutomaticStages:
 
         Infinite where no stages are found.
         """
-        found = self._first_stages(self._stage_counts())
+        found = self._first_stages(self.counts())
         return math.inf if found is None else found.promise
 
-    def _stage_counts(self) -> Sequence[int]:
+    def counts(self) -> Sequence[int]:
         """The microbatches of automatic stages in the order in which they are tried.
 
         Those that are asked, else about four for each node, fewer, and more. None for one device,
@@ -100,7 +100,7 @@ class AutomaticStages:
                 except (InexactMicrobatchError, BatchArgumentError):
                     self.search.known.inexact.append(count - 1)
                     continue
-                elsewhere = KnownElsewhere(self.search.best_seconds, tuple(self._stage_counts()))
+                elsewhere = KnownElsewhere(self.search.best_seconds, tuple(self.counts()))
                 asked = self.search.options, self.search.cluster, self.search.report
                 search = price_stages(split, *asked, elsewhere, self._likely_sizes(count))
                 if search is None:
@@ -133,13 +133,13 @@ class AutomaticStages:
         are priced before stages are planned, and what promises most is planned first: then the
         others need not be, mostly.
         """
-        counts, last = self._stage_counts(), None
+        counts, last = self.counts(), None
         made, waiting, tried = list[PlannedStep](), list[PricedStages](), set[int]()
         looked_at: tuple[int, list[int], float] | None = None
         promised = self.search.best_seconds
         while True:
             if last is not None:
-                left = [count for count in self._stage_counts() if count not in tried]
+                left = [count for count in self.counts() if count not in tried]
                 hoped = min([promised, *(each.promise for each in waiting)])
                 known, looked_at = looked_at, (last.split.num_microbatches, left, hoped)
                 if looked_at != known:  # else there was none

@@ -61,7 +61,7 @@ from autopar.passes.planner.model_flops import model_flops
 from autopar.passes.planner.one_mesh import OneMeshBound, largest_even
 from autopar.passes.planner.plan_writer import leaf_types, write_plan
 from autopar.passes.planner.recomputing import recomputed_plans
-from autopar.passes.planner.refusals import out_of_memory
+from autopar.passes.planner.refusals import out_of_memory, state_bytes
 from autopar.passes.planner.remedies import SECONDS, remedies
 from autopar.passes.planner.stage_shardings import HOPELESS_AS_EXPECTED, memory_limit_of
 from autopar.passes.planner.stages_within import seconds_of_best
@@ -69,7 +69,6 @@ from autopar.passes.planner.watch import PlanningTimeOutError, PlanningWatch
 from autopar.passes.sharding.constraint_axes import warn_of_lost
 from autopar.passes.sharding.host_leaves import check_offload
 from autopar.passes.sharding.pins import check_pins
-from autopar.passes.sharding.spmd_program import local_bytes
 from autopar.plans.plan import Plan
 
 TRIED_FIRST = 3  # numbers of microbatches of a short program, before its stages
@@ -184,6 +183,9 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
     fewest = 1
     again: tuple[tuple[int, ...], ...] = ()
     stages_first = cluster.num_nodes > 1 or search.is_long
+    small = search.hopeless(layout)
+    if small:
+        return small, ""
     first = one_mesh_first(search, layout) if options.stages == "auto" else None
     if first is not None:
         search = replace(search, best_seconds=seconds_of_best(first[0]))
@@ -253,10 +255,7 @@ def _are_refuted(candidates: Sequence[PlannedStep], search: LayoutSearch) -> boo
 
 def _is_cut_evenly(candidate: PlannedStep, search: LayoutSearch) -> bool:
     """Whether devices share the state nearly evenly: padded, they would hold no less of it."""
-    (planned,) = candidate.planned
-    leaves = zip(planned.program.block.inputs, planned.split.graph.inputs, strict=True)
-    mesh = planned.program.mesh
-    held = sum(local_bytes(value, mesh) for value, label in leaves if label.role == "state")
+    held = state_bytes(candidate.planned[0])
     whole = state_on_devices(search.graph, search.options, search.cluster)
     return held <= NEARLY_EVEN * whole / search.cluster.num_devices
 

@@ -9,6 +9,7 @@ from autopar.passes import microbatch
 from autopar.passes.planner.auto_stages import StageSearch
 from autopar.passes.planner.candidates import PlannedStep
 from autopar.passes.planner.layouts import StageLayout
+from autopar.passes.planner.least_memory import LeastMemory
 from autopar.passes.planner.one_mesh import OneMeshCosts
 from autopar.passes.planner.split_step import SplitStep
 
@@ -34,7 +35,8 @@ class KnownCosts(NamedTuple):
 
     `analyses` are of steps that one loop over their microbatches does for; `misfits` are plans for
     one mesh that do not fit; `splits` are the last that were made, with one loop or none,
-    by microbatches and whether they have it.
+    by microbatches and whether they have it. `least` is what every plan has, by the device's name
+    and the leaves that may be away from it.
     """
 
     stages: dict[int, PricedStages]
@@ -43,6 +45,7 @@ class KnownCosts(NamedTuple):
     analyses: dict[int, microbatch.Analysis]
     misfits: list[PlannedStep]
     splits: dict[tuple[int, bool], SplitStep]
+    least: dict[tuple[str, frozenset[int]], LeastMemory]
 
     def keep_split(self, count: int, is_loop: bool, split: SplitStep) -> SplitStep:
         """A step that was split, of which others may want what is known of it."""
@@ -66,4 +69,8 @@ class KnownCosts(NamedTuple):
     @classmethod
     def nothing(cls) -> KnownCosts:
         """Before anything is priced."""
-        return cls({}, {}, [], {}, [], {})
+        return cls({}, {}, [], {}, [], {}, {})
+
+    def elsewhere(self) -> KnownCosts:
+        """What of it holds as well on another cluster, and with other options."""
+        return self.nothing()._replace(analyses=self.analyses, splits=self.splits, least=self.least)

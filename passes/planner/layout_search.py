@@ -20,7 +20,14 @@ from autopar.passes.graph.graph import Graph, batch_sizes
 from autopar.passes.graph.microbatched import in_phases
 from autopar.passes.planner.asked_loops import with_asked_loops
 from autopar.passes.planner.automatic_stages import AutomaticStages
-from autopar.passes.planner.candidates import Keep, PlannedStep, Report, plan_layout
+from autopar.passes.planner.candidates import (
+    Keep,
+    PlannedStep,
+    Report,
+    on_one_mesh,
+    plan_layout,
+)
+from autopar.passes.planner.hopeless import FAR, may_fit
 from autopar.passes.planner.known_costs import KnownCosts
 from autopar.passes.planner.layer_units import units_of
 from autopar.passes.planner.layouts import (
@@ -51,6 +58,7 @@ from autopar.passes.planner.rewritings import (
     rewritten_steps,
 )
 from autopar.passes.planner.search_so_far import SearchSoFar
+from autopar.passes.planner.small_plans import small_plans
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import memory_limit_of
 from autopar.passes.planner.stages_within import seconds_of_best
@@ -62,6 +70,7 @@ from autopar.passes.sharding.restrict import check_batch
 from autopar.plans.plan import Plan
 
 HARDLY_MORE = 1.02  # times what all takes that is kept: fewer computations again are not looked for
+LITTLE_STATE = 2**30  # bytes; a step with less is searched through in any case
 LONG_PROGRAM = 4000  # equations; what is found out of its layers first saves planning it whole
 
 
@@ -101,7 +110,7 @@ class LayoutSearch:
     def within(self, options: Options, cluster: Cluster) -> LayoutSearch:
         """The same search with other options and another cluster, silent."""
         silent = replace(self, options=options, cluster=cluster, report=lambda message: None)
-        return replace(silent, known=KnownCosts.nothing())
+        return replace(silent, known=self.known.elsewhere())
 
     def rewritten(self) -> Iterator[LayoutSearch]:
         """Searches for other programs of the same step."""
@@ -334,11 +343,40 @@ class LayoutSearch:
         if len(counts) < 2:
             return []
         meshes = logical_meshes(self.options, self.cluster, self.graph, of_stage=False)
-        devices, device = max(map(math.prod, meshes)), self.cluster.device.name
-        away, limit = may_leave(self.graph, self.options.offload, self.cluster), self._limit
-        known = self.known.analyses
-        memory = LeastMemory.of(self.graph, self.rules, device, self.analysis, away, known)
-        return too_few(memory, counts, devices, limit, self.report)
+        devices = max(map(math.prod, meshes))
+        return too_few(self.least_memory, counts, devices, self._limit, self.report)
+
+    @property
+    def least_memory(self) -> LeastMemory:
+        """What every plan has, on all devices together."""
+        away = may_leave(self.graph, self.options.offload, self.cluster)
+        key = self.cluster.device.name, away
+        if key not in self.known.least:
+            asked = self.analysis, away, self.known.analyses
+            self.known.least[key] = LeastMemory.of(self.graph, self.rules, key[0], *asked)
+        return self.known.least[key]
+
+    def hopeless(self, layout: StageLayout) -> list[PlannedStep]:
+        """Small plans, where no plan can fit, of a step whose state is not little; else none.
+
+        Stages have several microbatches. Where only one of the whole batch may fit, small plans on
+        one mesh tell.
+        """
+        state = state_on_devices(self.graph, self.options, self.cluster)
+        if layout.is_pipeline or state < LITTLE_STATE:
+            return []
+        counts = [*microbatch_counts(self.graph, self.options, layout)]
+        likely = [n for n in AutomaticStages(self).counts()[:1] if n in counts]
+        possible = may_fit(self, likely or counts, lambda: self.least_memory)
+        possible = possible or may_fit(self, counts, lambda: self.least_memory)
+        if any(count > 1 for count in possible):
+            return []
+        hardly = "hardly a" if possible else "no"
+        self.report(f"{hardly} plan can fit: looking for the least that would do")
+        tried = (number for each in (counts, possible) for number in small_plans(self, each))
+        small = [on_one_mesh(planned, self.cluster, self._limit) for planned in tried]
+        least = min((max(step.peak_bytes) for step in small), default=0)
+        return small if least > FAR * self._limit else []
 
     def promise_of_stages(self) -> float:
         """What the search for stages expects of a step, with the microbatches that it begins with.

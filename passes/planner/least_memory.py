@@ -79,6 +79,16 @@ class LeastMemory:
         loop = self.loop(num_microbatches)
         return 0 if loop is None else loop.bytes(num_microbatches) // num_devices
 
+    def at_any_time(self, num_microbatches: int) -> int:
+        """What all devices hold together at some time, however few rows there are; 0: not known.
+
+        However much of the forward pass is computed again, as well.
+        """
+        if num_microbatches == 1:
+            return int(self.whole.max(initial=0))
+        loop = self.loop(num_microbatches)
+        return 0 if loop is None else loop.at_any_time
+
     def guess(self, num_microbatches: int) -> int:
         """About what all devices hold: no bound, but for one microbatch, and quicker."""
         return int((self.whole + self.rows // num_microbatches).max(initial=0))

@@ -65,6 +65,11 @@ class LoopMemory:
         """What all devices together hold at the worst moment of the loop."""
         return self.carried + int((self.whole + self.rows // num_microbatches).max(initial=0))
 
+    @property
+    def at_any_time(self) -> int:
+        """What all devices together hold at some time, however few rows there are."""
+        return self.carried + int(self.whole.max(initial=0))
+
 
 def away_variables(graph: Graph, away: Collection[int]) -> set[Var]:
     """The leaves with these numbers, and the results that take their places."""

@@ -8,9 +8,12 @@ from autopar.base.cluster import Cluster
 from autopar.base.errors import MemoryLimitError
 from autopar.base.methods import BATCH_METHODS, LOOP_METHODS
 from autopar.base.options import Options
-from autopar.base.units import format_microbatches
+from autopar.base.units import format_bytes, format_microbatches
 from autopar.passes.planner.candidates import PlannedStep
+from autopar.passes.planner.least_memory import state_on_devices
+from autopar.passes.planner.planned_stage import PlannedStage
 from autopar.passes.planner.stage_shardings import memory_limit_of
+from autopar.passes.sharding.spmd_program import local_bytes
 
 
 def smallest(candidates: Sequence[PlannedStep]) -> PlannedStep:
@@ -71,7 +74,30 @@ def out_of_memory(
         least_plan=_in_words(best),
         largest_tensors=alive[:5],
         would_fit=would_fit,
+        state=_state_of(best, options, cluster),
     )
+
+
+def _state_of(best: PlannedStep, options: Options, cluster: Cluster) -> str:
+    """How much of what a candidate needs is the state, in words; and whether that is too much."""
+    needs = dict.fromkeys(best.schedule.mesh_of_stage, 0)
+    for mesh, planned in zip(best.schedule.mesh_of_stage, best.planned, strict=True):
+        needs[mesh] += state_bytes(planned)
+    mesh = best.peak_bytes.index(max(best.peak_bytes))
+    share = state_on_devices(best.split.graph, options, cluster) // cluster.num_devices
+    if share > memory_limit_of(options, cluster):
+        return (
+            f"its state (parameters, optimizer) alone, shared evenly among all "
+            f"{cluster.num_devices} devices, is {format_bytes(share)} on each: no plan can fit."
+        )
+    return f"{format_bytes(needs[mesh])} of that are state (parameters, optimizer)."
+
+
+def state_bytes(planned: PlannedStage) -> int:
+    """Bytes of a device that hold the state."""
+    leaves = zip(planned.program.block.inputs, planned.split.graph.inputs, strict=True)
+    mesh = planned.program.mesh
+    return sum(local_bytes(value, mesh) for value, label in leaves if label.role == "state")
 
 
 def _hosts_too_small(best: PlannedStep, cluster: Cluster) -> MemoryLimitError:

@@ -1,8 +1,8 @@
 """What would make a step fit that does not: each change by itself, cheapest first, and tried.
 
-A bound from below passes over what cannot fit. What is left is planned once, as small as that goes
-quickly: with as many microbatches as there may be, at a price of a byte that outweighs its seconds,
-and with the backward pass computing again what it may. Only what fits then is named.
+What every plan has passes over what cannot fit, and for more devices what was found to need least.
+What is left is planned once, as small as that goes quickly (`small_plans`, of stages by their
+schedule that needs least). Only what fits then is named.
 """
 
 from __future__ import annotations
@@ -14,42 +14,33 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from autopar.base.cluster import Cluster
-from autopar.base.errors import AutoparError, BatchArgumentError, InexactMicrobatchError
+from autopar.base.errors import AutoparError, InexactMicrobatchError
 from autopar.base.options import Options
-from autopar.passes.microbatch import Analysis
 from autopar.passes.planner.candidates import PlannedStep, plan_layout
 from autopar.passes.planner.layouts import (
     StageLayout,
     asked_layout,
-    logical_meshes,
     microbatch_counts,
-    submesh,
 )
 from autopar.passes.planner.least_memory import LeastMemory, state_on_devices
-from autopar.passes.planner.recomputed_steps import recomputed_step
 from autopar.passes.planner.refusals import smallest
 from autopar.passes.planner.searched_step import SearchedStep
-from autopar.passes.planner.split_step import SplitStep
-from autopar.passes.planner.stage_shardings import MeshSearch, memory_limit_of
-from autopar.passes.primitives.factor_rule import Rules
-from autopar.passes.sharding.host_leaves import may_leave
-from autopar.passes.sharding.restrict import check_batch
+from autopar.passes.planner.small_plans import small_plans
+from autopar.passes.planner.stage_shardings import memory_limit_of
 
-SECONDS = 6.0  # for all tries; the one that is going on is ended
+SECONDS = 6.0  # for tries of options, and of devices; the one that is going on is ended
 SECONDS_OF_SOLVER = 0.5  # for a stage of a pipeline: close to the limit, proofs take long
 MOST_NAMED = 3
 DOUBLINGS = 6  # of the nodes
+MAY_NEED = 0.85  # of what is needed in all, what larger clusters need at the least
 
 
 class Searched(SearchedStep, Protocol):
     """A step for which changes are tried."""
 
     @property
-    def rules(self) -> Rules:
-        """Its equations' factor rules."""
-
-    def analysis(self, count: int) -> Analysis:
-        """How the step is split into so many microbatches."""
+    def least_memory(self) -> LeastMemory:
+        """What every plan has, on all devices together."""
 
 
 S = TypeVar("S", bound=Searched)
@@ -78,44 +69,53 @@ def remedies(
       candidates: what was planned.
       seconds: of this process, after which no other change is tried.
     """
-    begun, name = time.process_time(), search.cluster.device.name
-    bounds: dict[frozenset[int], LeastMemory] = {}
+    best = smallest(candidates)
+    needed = MAY_NEED * _needed(best)
 
-    def least(found: S) -> LeastMemory:
-        away = may_leave(found.graph, found.options.offload, found.cluster)
-        if away not in bounds:
-            bounds[away] = LeastMemory.of(search.graph, search.rules, name, found.analysis, away)
-        return bounds[away]
-
-    def fitting(changes: Iterable[Remedy], most: int) -> list[str]:
-        found: list[str] = []
-        for remedy in changes:
-            if len(found) == most or time.process_time() - begun >= seconds:
+    def fitting(changes: Iterable[Remedy], most: int, surely: int = 1) -> list[str]:
+        """Of some changes those that fit; `surely` so many are tried, if there is any time."""
+        found, begun = list[str](), time.process_time()
+        for tried, remedy in enumerate(changes):
+            left = seconds - (time.process_time() - begun)
+            if len(found) == most or (left <= 0 and (tried >= surely or seconds <= 0)):
                 break
-            other = within(search, remedy.options, remedy.cluster)
-            if _fits(other, least(other)):
+            if _fits(within(search, remedy.options, remedy.cluster)):
                 found.append(remedy.words)
         return found
+
+    def more_devices(options: Options, words: str = "") -> list[str]:
+        """The fewest nodes that would do, of those that may."""
+        changes = _more_devices(options, cluster, words)
+        limits = ((x, x.cluster.num_devices * memory_limit_of(options, x.cluster)) for x in changes)
+        return fitting((x for x, limit in limits if needed <= limit), 1, surely=2)
 
     options, cluster = search.options, search.cluster
     free = _without_restrictions(options)
     found = fitting(_option_changes(options, cluster), MOST_NAMED)
     if not found and free is not None:
         found = fitting([Remedy(f"all of {_told(free, options)}", free, cluster)], 1)
-    larger = fitting(_more_devices(options, cluster), 1)
+    larger = more_devices(options)
     if not found and not larger and free is not None:
-        larger = fitting(_more_devices(free, cluster, f" with {_told(free, options)}"), 1)
+        larger = more_devices(free, f" with {_told(free, options)}")
     if len(found) < MOST_NAMED:  # these take longest to try
         found += fitting(_more_stages(options, cluster), 1)
     found += larger
-    least_bytes = max(smallest(candidates).peak_bytes)
+    least_bytes = max(best.peak_bytes)
     device, limit = search.cluster.device, memory_limit_of(search.options, search.cluster)
     if limit < least_bytes <= device.program_bytes:
         found.append(f"memory_limit={format_bytes_up(least_bytes)!r}")
     else:
-        needed = math.ceil(least_bytes / device.memory_fraction)
-        found.append(f"devices of {format_bytes_up(needed)}")
+        memory = math.ceil(least_bytes / device.memory_fraction)
+        found.append(f"devices of {format_bytes_up(memory)}")
     return tuple(found)
+
+
+def _needed(candidate: PlannedStep) -> int:
+    """Bytes of all devices together."""
+    first: dict[int, int] = {}
+    for stage, mesh in enumerate(candidate.schedule.mesh_of_stage):
+        first.setdefault(mesh, math.prod(candidate.planned[stage].mesh))
+    return sum(candidate.peak_bytes[mesh] * devices for mesh, devices in first.items())
 
 
 def format_bytes_up(size: int) -> str:
@@ -192,7 +192,7 @@ def _more_stages(options: Options, cluster: Cluster) -> Iterator[Remedy]:
                 yield Remedy(f"stages={stages}", other, cluster)
 
 
-def _more_devices(options: Options, cluster: Cluster, more: str = "") -> Iterator[Remedy]:
+def _more_devices(options: Options, cluster: Cluster, more: str) -> Iterator[Remedy]:
     """Twice as many nodes, and so on."""
     for doubled in range(1, DOUBLINGS + 1):
         larger = replace(cluster, num_nodes=cluster.num_nodes << doubled)
@@ -200,22 +200,22 @@ def _more_devices(options: Options, cluster: Cluster, more: str = "") -> Iterato
         yield Remedy(f"{words}{cluster.num_nodes}{more}", options, larger)
 
 
-def _fits(search: Searched, least: LeastMemory) -> bool:
+def _fits(search: Searched) -> bool:
     """Whether a step is found to fit; one that may fit otherwise is not looked for."""
     options, cluster = search.options, search.cluster
     try:
         layout = asked_layout(options, cluster)
         counts = list(microbatch_counts(search.graph, options, layout))
-        if not _possible(search, least, counts[-1], layout):
+        if not _possible(search, counts[-1], layout):
             return False
         if layout.is_pipeline:
             return any(_pipelines(search, layout, counts))
-        return any(_one_mesh(search, counts))
+        return any(planned.fits for planned in small_plans(search, counts))
     except AutoparError:
         return False
 
 
-def _possible(search: Searched, least: LeastMemory, count: int, layout: StageLayout) -> bool:
+def _possible(search: Searched, count: int, layout: StageLayout) -> bool:
     """Whether the bounds from below leave room."""
     limit, devices = (
         memory_limit_of(search.options, search.cluster),
@@ -223,34 +223,10 @@ def _possible(search: Searched, least: LeastMemory, count: int, layout: StageLay
     )
     if state_on_devices(search.graph, search.options, search.cluster) > devices * limit:
         return False
-    again = search.options.remat != "none" or layout.is_pipeline
-    return again or least.bytes(count, devices) <= limit
-
-
-def _one_mesh(search: Searched, counts: list[int]) -> Iterator[bool]:
-    """Of small plans on one mesh, whether they fit."""
-    options, cluster = search.options, search.cluster
-    (mesh, *_) = logical_meshes(options, cluster, search.graph, of_stage=False)
-    for count in reversed(counts):
-        try:
-            check_batch(search.graph, options.method, mesh, count)
-            split = search.split(count)
-        except (BatchArgumentError, InexactMicrobatchError):
-            continue
-        yield _small(split, mesh, options, cluster)
-        if options.remat in ("auto", "override"):
-            yield _small(
-                recomputed_step(search.split(count, True), cluster), mesh, options, cluster
-            )
-        break
-
-
-def _small(split: SplitStep, mesh: tuple[int, ...], options: Options, cluster: Cluster) -> bool:
-    """Whether a plan fits that is chosen for its bytes more than for its time."""
-    part = submesh(cluster, math.prod(mesh))
-    found = MeshSearch.of(split, mesh, options, part, None, None)
-    free = found.attempt(None, False)
-    return free.fits or any(planned.fits for planned in found.small(free))
+    least, again = search.least_memory, search.options.remat != "none" or layout.is_pipeline
+    if again:
+        return least.at_any_time(count) <= devices * limit
+    return least.bytes(count, devices) <= limit
 
 
 def _pipelines(search: Searched, layout: StageLayout, counts: list[int]) -> Iterator[bool]:
