@@ -363,13 +363,13 @@ class LayoutSearch:
         one mesh tell.
         """
         state = state_on_devices(self.graph, self.options, self.cluster)
-        if layout.is_pipeline or state < LITTLE_STATE:
+        if state < LITTLE_STATE:
             return []
         counts = [*microbatch_counts(self.graph, self.options, layout)]
         likely = [n for n in AutomaticStages(self).counts()[:1] if n in counts]
         possible = may_fit(self, likely or counts, lambda: self.least_memory)
         possible = possible or may_fit(self, counts, lambda: self.least_memory)
-        if any(count > 1 for count in possible):
+        if any(count > 1 or layout.is_pipeline for count in possible):
             return []
         hardly = "hardly a" if possible else "no"
         self.report(f"{hardly} plan can fit: looking for the least that would do")

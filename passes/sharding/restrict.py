@@ -53,6 +53,7 @@ from autopar.passes.sharding.pins import NO_PINS, Pins
 from autopar.passes.sharding.scopes import aval_shape, value_bytes
 from autopar.passes.sharding.strategies import Shape, outer_factor
 
+SCATTERED = ("zero2", "zero3", "hsdp")  # methods whose gradients are reduce-scattered
 TINY_SHARE = 1000  # a state leaf smaller than the whole state over this stays replicated,
 TINY_TOGETHER = 200  # if all that do so are no more than the whole state over this;
 MATRIX_BYTES = 2**16  # larger ones if they are, on each device, no more than its
@@ -218,10 +219,16 @@ class Restriction:
         return tuple(x for x in layouts if cuts_product(x, mesh) == most) if dims else layouts
 
     def accumulator_layouts(self, atom: Atom, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
-        """Of a loop's accumulator: sums in data parallelism and ZeRO, reduced once a step."""
+        """Of a loop's accumulator: sums in data parallelism and ZeRO, reduced once a step.
+
+        Or, where ZeRO's gradients are reduce-scattered, in every microbatch: a device has its slice
+        of the sums then. That takes longer, and is for where memory is short.
+        """
         if self.method not in BATCH_METHODS or self.batch_dims(atom):
             return layouts
         most = max(len(x.partial) for x in layouts)
+        if self.method in SCATTERED:
+            return tuple(x for x in layouts if len(x.partial) + sum(map(len, x.dims)) == most)
         return tuple(x for x in layouts if len(x.partial) == most)
 
     def batch_dims(self, atom: Atom) -> frozenset[int]:
