@@ -15,6 +15,7 @@ from autopar.passes.planner import layout_search
 from autopar.passes.planner.automatic_stages import AutomaticStages
 from autopar.passes.planner.hopeless import may_fit
 from autopar.passes.planner.layout_search import LayoutSearch
+from autopar.passes.planner.layouts import StageLayout
 from autopar.passes.planner.small_plans import small_plans
 from autopar.passes.trace.trace import trace
 
@@ -89,7 +90,7 @@ def test_small_plans_need_less_than_quick_ones() -> None:
 @pytest.mark.usefixtures("nothing_is_searched")
 def test_where_only_the_whole_batch_may_fit_a_small_plan_of_it_tells() -> None:
     search = searched(2 * SHARE - 1)
-    layout = layout_search.StageLayout((), (4,))
+    layout = StageLayout((), (4,))
     made = search.hopeless(layout)
     assert {candidate.split.num_microbatches for candidate in made} == {1, 8}
     assert min(max(candidate.peak_bytes) for candidate in made) > 1.1 * (2 * SHARE - 1)

@@ -13,6 +13,9 @@ BATCH_METHODS = ("data", "zero1", "zero2", "zero3", "hsdp")
 WHOLE_PARAMETERS = ("data", "zero1", "zero2")
 """Those of them that store parameters whole on every device."""
 
+GATHERED_PARAMETERS = ("zero3", "hsdp")
+"""Those of them that store parameters cut, and gather them for every product."""
+
 LOOP_METHODS = ("megatron", "megatron_sp", "expert")
 """The values of `method` that cut loops of the weights along the last axis of the mesh."""
 

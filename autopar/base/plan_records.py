@@ -258,7 +258,8 @@ class Recomputation(Record):
     `saved_bytes` are those of a microbatch on all devices together; `seconds` is what it adds to a
     step, or to the stage's work in it. Of what is kept, so many values (`hosted`) of so many bytes
     wait in the hosts' memory: those of the `host_share` of the layers that come first. All but the
-    last layer, or `every_layer`.
+    last layer, or `every_layer`. So many `weights`, which have `weight_bytes` when they are
+    gathered, are not kept so from the forward pass: the backward pass gathers them again.
     """
 
     price: float
@@ -270,12 +271,17 @@ class Recomputation(Record):
     hosted_bytes: int = 0
     host_share: float = 0.0
     every_layer: bool = True
+    weights: int = 0
+    weight_bytes: int = 0
 
     def __str__(self) -> str:
         return self.described("a step")
 
     def described(self, whose: str) -> str:
         """In a line; say `whose` time it adds to."""
+        weights = f"{self.weights} weights ({format_bytes(self.weight_bytes)}) gathered again"
+        if self.weights and not self.operations:
+            return f"{weights}: {whose} takes {format_seconds(self.seconds)} more"
         shown = [f"{count} {name}" for name, count in self.operations[:4]] or ["nothing"]
         more = sum(count for _, count in self.operations[4:])
         what = ", ".join([*shown, *([f"{more} more"] if more else [])])
@@ -284,7 +290,7 @@ class Recomputation(Record):
         hosted = f"; {self.hosted} values wait in the hosts' memory" if self.hosted else ""
         return (
             f"{what} in {where}: a microbatch keeps {size} less on all devices, "
-            f"{whose} takes {seconds} more{hosted}"
+            f"{whose} takes {seconds} more{hosted}" + (f"; {weights}" if self.weights else "")
         )
 
 

@@ -49,7 +49,7 @@ from autopar.passes.planner.one_mesh import (
     worth_pricing,
 )
 from autopar.passes.planner.quicker_again import QuickerAgain
-from autopar.passes.planner.recomputed_steps import recomputed_step
+from autopar.passes.planner.recomputed_steps import gathering_again, recomputed_step
 from autopar.passes.planner.rewritings import (
     AS_WRITTEN,
     Rewriting,
@@ -267,7 +267,8 @@ class LayoutSearch:
                 made += planned(self.split(count, keeps=True), so_far)
             last = split if more else None
             fitting = [candidate for candidate in made if candidate.fits]
-            keeps = any(candidate.split.recomputation is None for candidate in fitting)
+            kept = (candidate.split.recomputation for candidate in fitting)
+            keeps = any(again is None or not again.operations for again in kept)
             best = seconds_of_best(made)
             is_worse = before < math.inf and best >= before
             if keeps or is_worse or self.are_slower(made, best / HARDLY_MORE):
@@ -315,7 +316,7 @@ class LayoutSearch:
         if count not in self.known.one_mesh:
             found = None
             with contextlib.suppress(InexactMicrobatchError, BatchArgumentError):
-                split = self.split(count, is_pipeline=True)
+                split = gathering_again(self.split(count, is_pipeline=True), self.options)
                 units = units_of(split)
                 if units is not None:
                     self.report(f"costs of {len(units.starts)} layers on one mesh")

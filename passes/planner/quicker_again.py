@@ -13,7 +13,7 @@ import contextlib
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from autopar.base.cluster import Cluster
@@ -30,8 +30,10 @@ from autopar.passes.planner.recomputing_stages import noted
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import HOPELESS, MeshSearch, memory_limit_of
 from autopar.passes.planner.stages_within import seconds_of_best
+from autopar.passes.sharding.gathered_twice import gathered_for_both
 from autopar.passes.sharding.restrict import check_batch
 
+WORTH_GATHERING = 0.25  # of what is missing: weights that are gathered for both passes
 TRIES = 3  # plans between the choice that keeps least and all
 MAY_BE_QUICKER = 1.05  # times what fits: what computes again writes less, and may still be quicker
 
@@ -72,8 +74,36 @@ class QuickerAgain:
           The seconds of the quickest step that fits so far, by computing again or elsewhere.
         """
         if free.least_seconds <= MAY_BE_QUICKER * self.seconds and (steps := self._steps(count)):
-            self.look(steps, free.mesh, free)
+            steps, free = self._weights_again(steps, free)
+            if not free.fits:
+                self.look(steps, free.mesh, free)
         return self.seconds
+
+    def _weights_again(
+        self, steps: RecomputedSteps, free: PlannedStage
+    ) -> tuple[RecomputedSteps, PlannedStage]:
+        """The same with weights that are gathered again, where these are much of what is missing.
+
+        What takes so long is hardly more than what the integer program expects anyway: that has
+        each of the two read them for itself.
+        """
+        missing = free.peak.bytes - self._limit
+        if WORTH_GATHERING * missing > gathered_for_both(free.program):
+            return steps, free
+        part = submesh(self.cluster, math.prod(free.mesh))
+        split = steps.weights_alone()
+        again = split.recomputation
+        if again is None or not again.weights:
+            return steps, free
+        self.report(f"gathering {again.weights} weights again")
+        search = MeshSearch.of(split, free.mesh, self.options, part, None, None)
+        found = search.free()
+        found = found if found.fits else search.at_least_price(found)
+        if found.fits and found.step_seconds < self.seconds:
+            made = on_one_mesh(noted(found, free), self.cluster, self._limit)
+            self.keep([made])
+            self.made.append(made)
+        return replace(steps, weights=True), found
 
     def look_at(self, counts: Sequence[int], meshes: Sequence[tuple[int, ...]]) -> None:
         """Looks with numbers of microbatches with which nothing fits that keeps all.
@@ -103,7 +133,7 @@ class QuickerAgain:
         self, steps: RecomputedSteps, mesh: tuple[int, ...], free: PlannedStage | None = None
     ) -> None:
         """Looks on a logical mesh; `free` is the plan that keeps all, where it is known."""
-        limit = memory_limit_of(self.options, self.cluster)
+        limit = self._limit
         part = submesh(self.cluster, math.prod(mesh))
         if steps.crossing_bytes > self._room(part.num_devices):
             return
@@ -160,7 +190,11 @@ class QuickerAgain:
         except (InexactMicrobatchError, BatchArgumentError, OptionError):
             return None
 
+    @property
+    def _limit(self) -> int:
+        return memory_limit_of(self.options, self.cluster)
+
     def _room(self, num_devices: int) -> int:
         """What so many devices may hold beside the state, which they have in any case."""
         state = state_on_devices(self.graph, self.options, self.cluster)
-        return memory_limit_of(self.options, self.cluster) * num_devices - state
+        return self._limit * num_devices - state

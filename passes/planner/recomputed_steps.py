@@ -9,11 +9,14 @@ from dataclasses import dataclass, replace
 from jax.extend.core import JaxprEqn
 
 from autopar.base.cluster import Cluster
+from autopar.base.methods import GATHERED_PARAMETERS
+from autopar.base.options import Options
 from autopar.base.plan_records import Recomputation
 from autopar.passes.graph.primitives import keeps_order
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.choice import KeptChoice, KeptValues
+from autopar.passes.recompute.read_again import with_weights_read_again
 from autopar.passes.recompute.run_again import recomputed
 from autopar.passes.recompute.without_loop import without_loop
 from autopar.passes.sharding.compiler_rules import SAME_BUFFER, rules_of
@@ -28,9 +31,18 @@ def recomputed_step(
     """A step with a loop that computes again what a plan says; None: all of every layer."""
     if again is not None:
         steps = RecomputedSteps.of(split, cluster, again.host_share > 0)
-        return steps.as_recorded(again)
+        return replace(steps, weights=again.weights > 0).as_recorded(again)
     steps = RecomputedSteps.of(split, cluster)
     return steps[len(steps) - 1] if len(steps) else split
+
+
+def gathering_again(split: SplitStep, options: Options) -> SplitStep:
+    """A step whose backward pass reads its weights again, if a method gathers all of them."""
+    gathers = options.methods.issubset(GATHERED_PARAMETERS)
+    if not gathers or options.remat not in ("auto", "override"):
+        return split
+    step, weights = with_weights_read_again(split.step)
+    return replace(split, step=step, rules=populate(step.graph.jaxpr)) if weights else split
 
 
 FUSED = 1 / 16
@@ -54,11 +66,13 @@ class RecomputedSteps:
       split: the step, with one loop over its microbatches.
       values: what its backward pass reads.
       num_devices: among which its work is divided.
+      weights: whether the backward pass reads weights again too, which are gathered anew.
     """
 
     split: SplitStep
     values: KeptValues
     num_devices: int
+    weights: bool = False
 
     @classmethod
     def of(
@@ -139,12 +153,22 @@ class RecomputedSteps:
 
     def as_recorded(self, again: Recomputation) -> SplitStep:
         """The step that keeps what a plan says."""
+        if again.weights and not again.operations:
+            return self.weights_alone()
         if again.host_share:
             return self._made(self.values.hosting(again.price, again.host_share))
         return self._made(self.values.at(again.price, every_layer=again.every_layer))
 
+    def weights_alone(self) -> SplitStep:
+        """The step that keeps all values, and reads its weights again."""
+        nothing = KeptChoice(0.0, frozenset(), frozenset(), 0, 0.0)
+        return replace(self, weights=True)._made(nothing)
+
     def _made(self, kept: KeptChoice) -> SplitStep:
         step, loop = recomputed(self.values, kept), self.values.parts.loop
+        read_again = ()
+        if self.weights:
+            step, read_again = with_weights_read_again(step)
         if loop.num_microbatches == 1 and not loop.tasks:
             step = without_loop(step)
         eqns = self.values.parts.body.eqns
@@ -168,5 +192,7 @@ class RecomputedSteps:
             hosted_bytes=kept.hosted_bytes,
             host_share=kept.host_share,
             every_layer=kept.every_layer,
+            weights=len(read_again),
+            weight_bytes=sum(map(bytes_of, read_again)),
         )
         return replace(self.split, step=step, rules=populate(step.graph.jaxpr), recomputation=again)

@@ -14,7 +14,8 @@ mesh, one axis if nothing else is asked for:
 `megatron`, `megatron_sp` and `expert` say which loops the last axis cuts: see `loop_methods.py`.
 
 (ZeRO: Rajbhandari et al., SC 2020; hybrid sharding: Zhao et al., "PyTorch FSDP", VLDB 2023. With
-microbatches, each synchronises gradients once a step.)
+microbatches, gradients are synchronised once a step; `zero2`, `zero3` and `hsdp` may also reduce-
+scatter those of each microbatch, so that a device has its slice of the sums alone.)
 """
 
 from __future__ import annotations

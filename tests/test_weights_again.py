@@ -1,0 +1,103 @@
+"""Weights that the backward pass gathers again: the same numbers, and less memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.base.options import Options
+from autopar.passes.graph.barriers import is_barrier
+from autopar.passes.graph.graph import variables
+from autopar.passes.planner.compiler import compile_graph
+from autopar.passes.planner.layout_search import LayoutSearch
+from autopar.passes.planner.recomputed_steps import RecomputedSteps
+from autopar.passes.recompute.read_again import with_weights_read_again
+from autopar.passes.trace.trace import trace
+
+CLUSTER = autopar.Cluster.preset("h100", devices_per_node=8)
+LAYERS, WIDTH, ROWS = 6, 8, 16
+
+
+def step(state: Any, x: jax.Array) -> Any:
+    """Gradient descent of a deep perceptron."""
+
+    def loss(state: Any) -> jax.Array:
+        y = x
+        for name in sorted(state):
+            y = jnp.tanh(y @ state[name])
+        return jnp.mean(y * y)
+
+    value, gradients = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
+
+
+def shapes(width: int, rows: int) -> tuple[Any, Any]:
+    state = {f"w{i}": jax.ShapeDtypeStruct((width, width), jnp.float32) for i in range(LAYERS)}
+    return state, jax.ShapeDtypeStruct((rows, width), jnp.float32)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_numbers_are_the_same(count: int) -> None:
+    graph = trace(step, shapes(WIDTH, ROWS)).graph
+    search = LayoutSearch.of(graph, Options(), CLUSTER, lambda message: None)
+    again = RecomputedSteps.of(search.split(count, True), CLUSTER).weights_alone()
+    assert again.recomputation is not None
+    assert again.recomputation.weights == LAYERS - 1  # nobody needs the first rows' gradient
+    assert again.recomputation.weight_bytes == (LAYERS - 1) * 4 * WIDTH * WIDTH
+    random = np.random.default_rng(0)
+    values = [random.normal(size=v.aval.shape).astype(np.float32) for v in graph.jaxpr.invars]
+    plain = jax.core.eval_jaxpr(graph.jaxpr, (), *values)
+    found = jax.core.eval_jaxpr(again.graph.jaxpr, (), *values)
+    for one, other in zip(found, plain, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_each_weight_waits_for_the_gradient_that_it_meets() -> None:
+    graph = trace(step, shapes(WIDTH, ROWS)).graph
+    search = LayoutSearch.of(graph, Options(), CLUSTER, lambda message: None)
+    made, weights = with_weights_read_again(search.split(2, True).step)
+    assert made.loop is not None
+    barriers = [eqn for eqn in made.loop.body.eqns if is_barrier(eqn)]
+    passed = [[var in weights for var in eqn.invars] for eqn in barriers]
+    assert passed == [[True, False]] * (2 * len(weights))  # an activation, or a gradient
+    others = (eqn for eqn in made.loop.body.eqns if not is_barrier(eqn))
+    read = {v for eqn in others for v in variables(eqn.invars)}
+    assert read.isdisjoint(weights)
+
+
+@pytest.fixture(scope="module")
+def plans() -> list[autopar.Plan]:
+    """With all memory, and with less than all gathered weights need."""
+    arguments = shapes(4096, 8192)
+    options: dict[str, Any] = {"method": "zero3", "microbatches": 1, "stages": 1}
+    free = autopar.plan(step, *arguments, cluster=CLUSTER, **options)
+    limit = int(0.8 * free.estimates.peak_bytes_per_device)
+    return [free, autopar.plan(step, *arguments, cluster=CLUSTER, memory_limit=limit, **options)]
+
+
+def test_where_memory_is_short_weights_are_gathered_again(plans: list[autopar.Plan]) -> None:
+    free, tight = plans
+    assert free.recomputation is None
+    assert tight.recomputation is not None and tight.recomputation.weights == LAYERS - 1
+    assert not tight.recomputation.operations
+    assert "5 weights (320 MiB) gathered again" in str(tight)
+    assert tight.estimates.peak_bytes_per_device <= 0.8 * free.estimates.peak_bytes_per_device
+    gathers = [
+        sum(c.times for c in p.stages[0].collectives if c.kind == "all-gather") for p in plans
+    ]
+    assert gathers == [LAYERS, 2 * LAYERS - 1]
+
+
+def test_such_a_plan_is_followed(plans: list[autopar.Plan]) -> None:
+    _, tight = plans
+    graph = trace(step, shapes(4096, 8192), microbatches=1, method="zero3").graph
+    options = Options.from_kwargs(**tight.options)
+    loaded = autopar.Plan.from_json(tight.to_json())
+    followed = compile_graph(graph, options, CLUSTER, loaded)
+    assert followed.plan.recomputation == tight.recomputation
+    assert sum(map(is_barrier, followed.graph.jaxpr.eqns)) == 2 * (LAYERS - 1)
