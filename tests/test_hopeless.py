@@ -25,6 +25,7 @@ STATE = {f"w{i}": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for i in ran
 ROWS_OF = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
 SHARE = 4 * WIDTH * WIDTH * 4 // CLUSTER.num_devices
 COUNTS = [1, 2, 4, 8]
+LAYOUT = StageLayout((), (CLUSTER.num_devices,))
 
 
 def searched(limit: int, **options: Any) -> LayoutSearch:
@@ -88,9 +89,47 @@ def test_small_plans_need_less_than_quick_ones() -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_searched")
-def test_where_only_the_whole_batch_may_fit_a_small_plan_of_it_tells() -> None:
-    search = searched(2 * SHARE - 1)
-    layout = StageLayout((), (4,))
-    made = search.hopeless(layout)
+def test_where_only_the_whole_batch_may_fit_a_small_plan_of_it_tells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layout_search, "LONG_PROGRAM", 0)
+    limit = 7 * SHARE // 4
+    assert possible(limit) == [1]
+    made = searched(limit).hopeless(LAYOUT)
     assert {candidate.split.num_microbatches for candidate in made} == {1, 8}
-    assert min(max(candidate.peak_bytes) for candidate in made) > 1.1 * (2 * SHARE - 1)
+    monkeypatch.undo()
+    with pytest.raises(MemoryLimitError):  # nor does a search of all plans find one
+        autopar.plan(step, STATE, ROWS_OF, cluster=CLUSTER, memory_limit=limit, microbatches=1)
+
+
+@pytest.mark.usefixtures("nothing_is_searched")
+def test_what_bounds_leave_open_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_search, "LONG_PROGRAM", 0)
+    assert not searched(4 * SHARE).hopeless(LAYOUT)
+    assert not searched(3 * SHARE // 2, microbatches=1).hopeless(LAYOUT)
+    assert searched(SHARE - 1, microbatches=1).hopeless(LAYOUT)
+    stages = StageLayout((1,), (2, 2))
+    assert not searched(SHARE - 1, stages=2).hopeless(stages)
+
+
+def several_loops(state: dict[str, Any], x: jax.Array) -> Any:
+    """A loss of every pair of rows."""
+
+    def loss(state: dict[str, Any]) -> jax.Array:
+        y = x
+        for name in sorted(state):
+            y = jnp.tanh(y @ state[name])
+        return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(y @ y.T)))
+
+    value, gradients = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 4}, {"method": "zero3"}])
+def test_a_step_of_several_loops_is_refused_for_its_memory(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout_search, "LITTLE_STATE", 0)
+    asked = {"stages": 1, "memory_limit": SHARE - 1, **options}
+    with pytest.raises(MemoryLimitError, match="no plan can fit"):
+        autopar.plan(several_loops, STATE, ROWS_OF, cluster=CLUSTER, **asked)

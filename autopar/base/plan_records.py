@@ -274,6 +274,13 @@ class Recomputation(Record):
     weights: int = 0
     weight_bytes: int = 0
 
+    def to_dict(self) -> dict[str, Any]:
+        """As of any record, without weights where none are gathered again."""
+        plain = super().to_dict()
+        if not self.weights:
+            del plain["weights"], plain["weight_bytes"]
+        return plain
+
     def __str__(self) -> str:
         return self.described("a step")
 

@@ -9,7 +9,7 @@ from autopar.passes.planner.searched_step import SearchedStep
 from autopar.passes.planner.stage_shardings import memory_limit_of
 
 MOST_SUMS = 2.0  # bytes of gradients, or of sums over microbatches, for each byte of the state
-FAR = 1.1  # times the limit: where a small plan needs more, no other one fits
+FAR = 1.25  # times the limit: where a small plan needs more, no other one fits
 
 
 def may_fit(

@@ -358,26 +358,31 @@ class LayoutSearch:
         return self.known.least[key]
 
     def hopeless(self, layout: StageLayout) -> list[PlannedStep]:
-        """Small plans, where no plan can fit, of a step whose state is not little; else none.
+        """Small plans, where no plan can fit on one mesh or in stages that are chosen; else none.
 
-        Stages have several microbatches. Where only one of the whole batch may fit, small plans on
-        one mesh tell.
+        Stages have several microbatches. Where bounds leave only the whole batch of a long program,
+        a small plan of it tells, if the devices divide its rows. A small model is searched through
+        in any case, and so are stages that are asked for.
         """
         state = state_on_devices(self.graph, self.options, self.cluster)
-        if state < LITTLE_STATE:
+        if state < LITTLE_STATE or layout.is_pipeline:
             return []
         counts = [*microbatch_counts(self.graph, self.options, layout)]
         likely = [n for n in AutomaticStages(self).counts()[:1] if n in counts]
         possible = may_fit(self, likely or counts, lambda: self.least_memory)
         possible = possible or may_fit(self, counts, lambda: self.least_memory)
-        if any(count > 1 or layout.is_pipeline for count in possible):
+        if possible and (possible != [1] or counts == [1] or not self.is_long):
+            return []
+        if possible and not largest_even(
+            possible, batch_sizes(self.graph), self.cluster.num_devices
+        ):
             return []
         hardly = "hardly a" if possible else "no"
         self.report(f"{hardly} plan can fit: looking for the least that would do")
         tried = (number for each in (counts, possible) for number in small_plans(self, each))
         small = [on_one_mesh(planned, self.cluster, self._limit) for planned in tried]
         least = min((max(step.peak_bytes) for step in small), default=0)
-        return small if least > FAR * self._limit else []
+        return small if least > (FAR if possible else 1) * self._limit else []
 
     def promise_of_stages(self) -> float:
         """What the search for stages expects of a step, with the microbatches that it begins with.

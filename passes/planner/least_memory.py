@@ -82,7 +82,7 @@ class LeastMemory:
     def at_any_time(self, num_microbatches: int) -> int:
         """What all devices hold together at some time, however few rows there are; 0: not known.
 
-        However much of the forward pass is computed again, as well.
+        Of the whole batch, what is made of weights alone and may be computed again is there too.
         """
         if num_microbatches == 1:
             return int(self.whole.max(initial=0))

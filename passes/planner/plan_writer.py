@@ -205,9 +205,11 @@ def _candidate(candidate: PlannedStep, chosen: bool, options: Options) -> Candid
         count = len(candidate.split.step.loops)
         does = {"keep": "kept", "recompute": "computed again"}[candidate.split.later_loops]
         notes.append(f"{count} loops, rows {does}")
-    if candidate.split.recomputation is not None:
-        again = sum(count for _, count in candidate.split.recomputation.operations)
-        notes.append(f"{again} operations run again")
+    if (again := candidate.split.recomputation) is not None:
+        if again.operations or not again.weights:
+            notes.append(f"{sum(x for _, x in again.operations)} operations run again")
+        if again.weights:
+            notes.append(f"{again.weights} weights gathered again")
     if any(candidate.remat):
         notes.append(f"remat on {sum(candidate.remat)}")
     if cast := sum(p.split.casts != "once" for p in candidate.planned):

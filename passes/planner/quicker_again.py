@@ -74,36 +74,40 @@ class QuickerAgain:
           The seconds of the quickest step that fits so far, by computing again or elsewhere.
         """
         if free.least_seconds <= MAY_BE_QUICKER * self.seconds and (steps := self._steps(count)):
-            steps, free = self._weights_again(steps, free)
-            if not free.fits:
+            found = self._weights_again(steps, free)
+            if found is None:
                 self.look(steps, free.mesh, free)
+            elif not found.fits:
+                self.look(replace(steps, weights=True), found.mesh, found)
         return self.seconds
 
-    def _weights_again(
-        self, steps: RecomputedSteps, free: PlannedStage
-    ) -> tuple[RecomputedSteps, PlannedStage]:
+    def _weights_again(self, steps: RecomputedSteps, free: PlannedStage) -> PlannedStage | None:
         """The same with weights that are gathered again, where these are much of what is missing.
 
-        What takes so long is hardly more than what the integer program expects anyway: that has
-        each of the two read them for itself.
+        That takes hardly more than what the integer program expects anyway: for it each of the two
+        that read them gathers them for itself. None where it spares nothing, or is no quicker than
+        what is known.
         """
         missing = free.peak.bytes - self._limit
-        if WORTH_GATHERING * missing > gathered_for_both(free.program):
-            return steps, free
+        if missing <= 0 or WORTH_GATHERING * missing > gathered_for_both(free.program):
+            return None
         part = submesh(self.cluster, math.prod(free.mesh))
         split = steps.weights_alone()
         again = split.recomputation
         if again is None or not again.weights:
-            return steps, free
+            return None
         self.report(f"gathering {again.weights} weights again")
         search = MeshSearch.of(split, free.mesh, self.options, part, None, None)
         found = search.free()
         found = found if found.fits else search.at_least_price(found)
-        if found.fits and found.step_seconds < self.seconds:
-            made = on_one_mesh(noted(found, free), self.cluster, self._limit)
-            self.keep([made])
-            self.made.append(made)
-        return replace(steps, weights=True), found
+        if not found.fits:
+            return found if found.peak.bytes < free.peak.bytes else None
+        if found.step_seconds >= self.seconds:
+            return None
+        made = on_one_mesh(noted(found, free), self.cluster, self._limit)
+        self.keep([made])
+        self.made.append(made)
+        return found
 
     def look_at(self, counts: Sequence[int], meshes: Sequence[tuple[int, ...]]) -> None:
         """Looks with numbers of microbatches with which nothing fits that keeps all.

@@ -121,6 +121,9 @@ def _in_words(candidate: PlannedStep) -> str:
     else:
         parts.append("a mesh of " + " x ".join(map(str, candidate.planned[0].mesh)))
     splits = (candidate.split, *(planned.split for planned in candidate.planned))
-    if any(split.recomputation is not None for split in splits) or any(candidate.remat):
+    found = [split.recomputation for split in splits if split.recomputation is not None]
+    if any(again.operations or not again.weights for again in found) or any(candidate.remat):
         parts.append("values computed again")
+    if any(again.weights for again in found):
+        parts.append("weights gathered again")
     return ", ".join(parts)

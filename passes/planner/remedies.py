@@ -83,8 +83,8 @@ def remedies(
                 found.append(remedy.words)
         return found
 
-    def more_devices(options: Options, words: str = "") -> list[str]:
-        """The fewest nodes that would do, of those that may."""
+    def more_devices(options: Options, needed: float, words: str = "") -> list[str]:
+        """The fewest nodes that would do, of those that have so many bytes at the least."""
         changes = _more_devices(options, cluster, words)
         limits = ((x, x.cluster.num_devices * memory_limit_of(options, x.cluster)) for x in changes)
         return fitting((x for x, limit in limits if needed <= limit), 1, surely=2)
@@ -94,9 +94,9 @@ def remedies(
     found = fitting(_option_changes(options, cluster), MOST_NAMED)
     if not found and free is not None:
         found = fitting([Remedy(f"all of {_told(free, options)}", free, cluster)], 1)
-    larger = more_devices(options)
+    larger = more_devices(options, needed)
     if not found and not larger and free is not None:
-        larger = more_devices(free, f" with {_told(free, options)}")
+        larger = more_devices(free, 0.0, f" with {_told(free, options)}")
     if len(found) < MOST_NAMED:  # these take longest to try
         found += fitting(_more_stages(options, cluster), 1)
     found += larger
@@ -206,7 +206,7 @@ def _fits(search: Searched) -> bool:
     try:
         layout = asked_layout(options, cluster)
         counts = list(microbatch_counts(search.graph, options, layout))
-        if not _possible(search, counts[-1], layout):
+        if not _possible(search, counts, layout):
             return False
         if layout.is_pipeline:
             return any(_pipelines(search, layout, counts))
@@ -215,7 +215,7 @@ def _fits(search: Searched) -> bool:
         return False
 
 
-def _possible(search: Searched, count: int, layout: StageLayout) -> bool:
+def _possible(search: Searched, counts: Sequence[int], layout: StageLayout) -> bool:
     """Whether the bounds from below leave room."""
     limit, devices = (
         memory_limit_of(search.options, search.cluster),
@@ -223,10 +223,10 @@ def _possible(search: Searched, count: int, layout: StageLayout) -> bool:
     )
     if state_on_devices(search.graph, search.options, search.cluster) > devices * limit:
         return False
-    least, again = search.least_memory, search.options.remat != "none" or layout.is_pipeline
-    if again:
-        return least.at_any_time(count) <= devices * limit
-    return least.bytes(count, devices) <= limit
+    least, most = search.least_memory, counts[-1]
+    if search.options.remat != "none" or layout.is_pipeline:
+        return 1 in counts or least.at_any_time(most) <= devices * limit
+    return least.bytes(most, devices) <= limit
 
 
 def _pipelines(search: Searched, layout: StageLayout, counts: list[int]) -> Iterator[bool]:

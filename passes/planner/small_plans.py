@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from autopar.base.cluster import Cluster
 from autopar.base.costs import PICOSECONDS
-from autopar.base.errors import BatchArgumentError, InexactMicrobatchError
+from autopar.base.errors import BatchArgumentError, InexactMicrobatchError, OptionError
 from autopar.base.options import Options
 from autopar.passes.planner.layouts import logical_meshes, submesh
 from autopar.passes.planner.planned_stage import PlannedStage
@@ -49,7 +49,10 @@ def small_plans(search: SearchedStep, counts: Sequence[int]) -> Iterator[Planned
         yield kept
         if options.remat not in ("auto", "override") or kept.fits:
             break
-        steps = RecomputedSteps.of(search.split(count, True), cluster)
+        try:
+            steps = RecomputedSteps.of(search.split(count, True), cluster)
+        except (InexactMicrobatchError, OptionError):
+            break  # several loops over the microbatches
         spared = EVENLY * steps.most_saved_bytes / cluster.num_devices
         missing = kept.peak.bytes - memory_limit_of(options, cluster)
         if len(steps) and spared >= min(missing, LITTLE * kept.peak.bytes):

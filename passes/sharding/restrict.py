@@ -223,13 +223,16 @@ class Restriction:
         """Of a loop's accumulator: sums in data parallelism and ZeRO, reduced once a step.
 
         Or, where ZeRO's gradients are reduce-scattered, in every microbatch: a device has its slice
-        of the sums then. That takes longer, and is for where memory is short.
+        of the sums then. With `hsdp`, a slice of those of its node.
         """
         if self.method not in BATCH_METHODS or self.batch_dims(atom):
             return layouts
         most = max(len(x.partial) for x in layouts)
-        if self.method in SCATTERED:
-            return tuple(x for x in layouts if len(x.partial) + sum(map(len, x.dims)) == most)
+        if most and self.method in SCATTERED:
+            inside = len(self.matching.mesh) - 1 if self.method == "hsdp" else 0
+            cuts = [(x, [axis for axes in x.dims for axis in axes]) for x in layouts]
+            own = [(x, axes) for x, axes in cuts if min(axes, default=inside) >= inside]
+            return tuple(x for x, axes in own if len(x.partial) + len(axes) == most)
         return tuple(x for x in layouts if len(x.partial) == most)
 
     def batch_dims(self, atom: Atom) -> frozenset[int]:
