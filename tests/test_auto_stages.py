@@ -184,7 +184,7 @@ def test_a_long_program_is_refused_for_about_the_same_bytes(
     layers = [jnp.ones((2, 64, 64)) for _ in range(2)]
     params = {"table": jnp.ones((2048, 64)), "layers": layers}
     four = dataclasses.replace(cluster(1), devices_per_node=4)
-    options: dict[str, Any] = {"method": method, "memory_limit": "1MB", "cluster": four}
+    options: dict[str, Any] = {"method": method, "memory_limit": "700KB", "cluster": four}
     least = []
     for equations in (1, 10**6):
         monkeypatch.setattr(layout_search, "LONG_PROGRAM", equations)

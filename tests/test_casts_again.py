@@ -206,7 +206,7 @@ def test_alike_stages_that_cast_and_compute_again() -> None:
 def test_what_is_gathered_is_narrow() -> None:
     stages = [Stage(method="zero3", remat="none")] * 2
     free = planned(None, stages=stages)
-    tight = planned(free.estimates.peak_bytes_per_device - COPIES // 2, stages=stages)
+    tight = planned(free.estimates.peak_bytes_per_device - 2 * COPIES, stages=stages)
     assert "microbatch" in casts_of(tight)
     gathers = [
         x
