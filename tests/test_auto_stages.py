@@ -176,15 +176,15 @@ def test_units_are_not_planned_on_meshes_without_a_prospect(
 
 
 @pytest.mark.usefixtures("no_remedies")
-@pytest.mark.parametrize("method", ["data", "zero3"])
+@pytest.mark.parametrize(("method", "limit"), [("data", "1MB"), ("zero3", "700KB")])
 def test_a_long_program_is_refused_for_about_the_same_bytes(
-    method: str, monkeypatch: pytest.MonkeyPatch
+    method: str, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the layers count a table twice that two read, and few rows are not divided."""
     layers = [jnp.ones((2, 64, 64)) for _ in range(2)]
     params = {"table": jnp.ones((2048, 64)), "layers": layers}
     four = dataclasses.replace(cluster(1), devices_per_node=4)
-    options: dict[str, Any] = {"method": method, "memory_limit": "700KB", "cluster": four}
+    options: dict[str, Any] = {"method": method, "memory_limit": limit, "cluster": four}
     least = []
     for equations in (1, 10**6):
         monkeypatch.setattr(layout_search, "LONG_PROGRAM", equations)
