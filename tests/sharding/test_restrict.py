@@ -89,6 +89,48 @@ def test_textbook_methods_on_meshes_of_two_axes(
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("method", "mesh", "axes"),
+    [("zero2", (8,), ("x",)), ("zero3", (8,), ("x",)), ("hsdp", (2, 4), ("y",))],
+)
+def test_sums_of_microbatches_may_be_slices(
+    method: str, mesh: tuple[int, ...], axes: tuple[str, ...]
+) -> None:
+    """Reduce-scattered in each of them, inside of nodes, and the numbers are the same."""
+    state, batch = arrays(momentum_shapes(batch=64, features=128, hidden=512))
+    options: dict[str, Any] = {"method": method, "logical_mesh": mesh, "microbatches": 4}
+    step = autopar.compile(momentum_step, state, batch, donate_argnums=(), **options)
+    (stage,) = step.plan.stages
+    scattered = [c for c in stage.collectives if c.kind == "reduce-scatter" and c.times == 4]
+    assert scattered and {c.axes for c in scattered} == {axes}
+    for found, wanted in zip(
+        jax.tree.leaves(step(state, batch)),
+        jax.tree.leaves(jax.jit(momentum_step)(state, batch)),
+        strict=True,
+    ):
+        most = float(np.abs(wanted).max())
+        np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-5 * most)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
+def test_an_accumulator_is_a_sum_or_its_slices(graph: Graph, dtype: Any) -> None:
+    (var,) = jax.make_jaxpr(lambda x: x)(jnp.zeros((8, 32), dtype)).jaxpr.invars
+    mesh, is_float = (2, 4), dtype == jnp.float32
+    found = {}
+    for method in ("data", "zero2", "hsdp"):
+        allowed = Passes(graph, mesh, method).restriction
+        layouts = all_layouts((8, 32), mesh, partial=is_float)
+        found[method] = set(allowed.accumulator_layouts(var, layouts))
+    if not is_float:
+        assert all(layouts == set(all_layouts((8, 32), mesh)) for layouts in found.values())
+        return
+    sums = tuple((axis, "sum") for axis in range(2))
+    once = Layout(((), ()), sums)
+    assert found["data"] == {once}
+    assert found["hsdp"] == {once, Layout(((1,), ()), sums[:1]), Layout(((), (1,)), sums[:1])}
+    assert found["hsdp"] < found["zero2"] and Layout(((0,), (1,))) in found["zero2"]
+
+
 TWO_NODES = Cluster.preset("dgx-h100", nodes=2)
 
 
