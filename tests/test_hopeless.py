@@ -11,9 +11,9 @@ from small_steps import perceptron as step
 import autopar
 from autopar.base.errors import MemoryLimitError
 from autopar.base.options import Options
-from autopar.passes.planner import layout_search
+from autopar.passes.planner import hopeless, layout_search
 from autopar.passes.planner.automatic_stages import AutomaticStages
-from autopar.passes.planner.hopeless import may_fit
+from autopar.passes.planner.hopeless import hopeless_plans, may_fit
 from autopar.passes.planner.layout_search import LayoutSearch
 from autopar.passes.planner.layouts import StageLayout
 from autopar.passes.planner.small_plans import small_plans
@@ -44,7 +44,7 @@ def nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     def unwanted(*args: Any) -> None:
         raise AssertionError("it cannot fit")
 
-    monkeypatch.setattr(layout_search, "LITTLE_STATE", 0)
+    monkeypatch.setattr(hopeless, "LITTLE_STATE", 0)
     monkeypatch.setattr(LayoutSearch, "candidates", unwanted)
     monkeypatch.setattr(AutomaticStages, "promise", unwanted)
 
@@ -95,7 +95,7 @@ def test_where_only_the_whole_batch_may_fit_a_small_plan_of_it_tells(
     monkeypatch.setattr(layout_search, "LONG_PROGRAM", 0)
     limit = 7 * SHARE // 4
     assert possible(limit) == [1]
-    made = searched(limit).hopeless(LAYOUT)
+    made = hopeless_plans(searched(limit), LAYOUT)
     assert {candidate.split.num_microbatches for candidate in made} == {1, 8}
     monkeypatch.undo()
     with pytest.raises(MemoryLimitError):  # nor does a search of all plans find one
@@ -105,11 +105,11 @@ def test_where_only_the_whole_batch_may_fit_a_small_plan_of_it_tells(
 @pytest.mark.usefixtures("nothing_is_searched")
 def test_what_bounds_leave_open_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout_search, "LONG_PROGRAM", 0)
-    assert not searched(4 * SHARE).hopeless(LAYOUT)
-    assert not searched(3 * SHARE // 2, microbatches=1).hopeless(LAYOUT)
-    assert searched(SHARE - 1, microbatches=1).hopeless(LAYOUT)
+    assert not hopeless_plans(searched(4 * SHARE), LAYOUT)
+    assert not hopeless_plans(searched(3 * SHARE // 2, microbatches=1), LAYOUT)
+    assert hopeless_plans(searched(SHARE - 1, microbatches=1), LAYOUT)
     stages = StageLayout((1,), (2, 2))
-    assert not searched(SHARE - 1, stages=2).hopeless(stages)
+    assert not hopeless_plans(searched(SHARE - 1, stages=2), stages)
 
 
 def several_loops(state: dict[str, Any], x: jax.Array) -> Any:
@@ -129,7 +129,7 @@ def several_loops(state: dict[str, Any], x: jax.Array) -> Any:
 def test_a_step_of_several_loops_is_refused_for_its_memory(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout_search, "LITTLE_STATE", 0)
+    monkeypatch.setattr(hopeless, "LITTLE_STATE", 0)
     asked = {"stages": 1, "memory_limit": SHARE - 1, **options}
     with pytest.raises(MemoryLimitError, match="no plan can fit"):
         autopar.plan(several_loops, STATE, ROWS_OF, cluster=CLUSTER, **asked)

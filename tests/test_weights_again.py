@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_steps import perceptron as step
 
 import autopar
 from autopar.base.options import Options
+from autopar.base.plan_records import Recomputation
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import variables
 from autopar.passes.planner.compiler import compile_graph
 from autopar.passes.planner.layout_search import LayoutSearch
-from autopar.passes.planner.recomputed_steps import RecomputedSteps
+from autopar.passes.planner.recomputed_steps import RecomputedSteps, recomputed_step
 from autopar.passes.recompute.read_again import with_weights_read_again
 from autopar.passes.trace.trace import trace
 
 CLUSTER = autopar.Cluster.preset("h100", devices_per_node=8)
 LAYERS, WIDTH, ROWS = 6, 8, 16
-
-
-def step(state: Any, x: jax.Array) -> Any:
-    """Gradient descent of a deep perceptron."""
-
-    def loss(state: Any) -> jax.Array:
-        y = x
-        for name in sorted(state):
-            y = jnp.tanh(y @ state[name])
-        return jnp.mean(y * y)
-
-    value, gradients = jax.value_and_grad(loss)(state)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
 
 
 def shapes(width: int, rows: int) -> tuple[Any, Any]:
@@ -68,6 +58,23 @@ def test_each_weight_waits_for_the_gradient_that_it_meets() -> None:
     others = (eqn for eqn in made.loop.body.eqns if not is_barrier(eqn))
     read = {v for eqn in others for v in variables(eqn.invars)}
     assert read.isdisjoint(weights)
+
+
+def test_with_values_that_are_computed_again_it_is_recorded() -> None:
+    graph = trace(step, shapes(WIDTH, ROWS)).graph
+    search = LayoutSearch.of(graph, Options(), CLUSTER, lambda message: None)
+    split = search.split(2, True)
+    steps = replace(RecomputedSteps.of(split, CLUSTER), weights=True)
+    made = steps[len(steps) - 1]
+    record = made.recomputation
+    assert record is not None and record.operations and record.weights
+    plain = Recomputation.from_dict(record.to_dict())
+    again = recomputed_step(split, CLUSTER, plain)
+    assert again.recomputation == record
+    assert len(again.graph.jaxpr.eqns) == len(made.graph.jaxpr.eqns)
+    older = replace(record, weights=0, weight_bytes=0)  # as plans were written without them
+    assert not {"weights", "weight_bytes"} & older.to_dict().keys()
+    assert Recomputation.from_dict(older.to_dict()) == older
 
 
 @pytest.fixture(scope="module")

@@ -286,7 +286,8 @@ class Recomputation(Record):
 
     def described(self, whose: str) -> str:
         """In a line; say `whose` time it adds to."""
-        weights = f"{self.weights} weights ({format_bytes(self.weight_bytes)}) gathered again"
+        plural, whole = "s" * (self.weights != 1), format_bytes(self.weight_bytes)
+        weights = f"{self.weights} weight{plural} ({whole}) gathered again"
         if self.weights and not self.operations:
             return f"{weights}: {whose} takes {format_seconds(self.seconds)} more"
         shown = [f"{count} {name}" for name, count in self.operations[:4]] or ["nothing"]

@@ -54,6 +54,7 @@ from autopar.passes.planner.edited_plans import (
 from autopar.passes.planner.even_shares import warn_of_stages, with_even_shares
 from autopar.passes.planner.even_stages import even_pipelines
 from autopar.passes.planner.following import counts_like, follow_plan, plan_like
+from autopar.passes.planner.hopeless import hopeless_plans
 from autopar.passes.planner.layout_search import LayoutSearch
 from autopar.passes.planner.layouts import StageLayout, asked_layout, microbatch_counts
 from autopar.passes.planner.least_memory import state_on_devices
@@ -183,8 +184,7 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
     fewest = 1
     again: tuple[tuple[int, ...], ...] = ()
     stages_first = cluster.num_nodes > 1 or search.is_long
-    small = search.hopeless(layout)
-    if small:
+    if small := hopeless_plans(search, layout):
         return small, ""
     first = one_mesh_first(search, layout) if options.stages == "auto" else None
     if first is not None:

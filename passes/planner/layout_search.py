@@ -24,10 +24,8 @@ from autopar.passes.planner.candidates import (
     Keep,
     PlannedStep,
     Report,
-    on_one_mesh,
     plan_layout,
 )
-from autopar.passes.planner.hopeless import FAR, may_fit
 from autopar.passes.planner.known_costs import KnownCosts
 from autopar.passes.planner.layer_units import units_of
 from autopar.passes.planner.layouts import (
@@ -58,7 +56,6 @@ from autopar.passes.planner.rewritings import (
     rewritten_steps,
 )
 from autopar.passes.planner.search_so_far import SearchSoFar
-from autopar.passes.planner.small_plans import small_plans
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import memory_limit_of
 from autopar.passes.planner.stages_within import seconds_of_best
@@ -70,7 +67,6 @@ from autopar.passes.sharding.restrict import check_batch
 from autopar.plans.plan import Plan
 
 HARDLY_MORE = 1.02  # times what all takes that is kept: fewer computations again are not looked for
-LITTLE_STATE = 2**30  # bytes; a step with less is searched through in any case
 LONG_PROGRAM = 4000  # equations; what is found out of its layers first saves planning it whole
 
 
@@ -356,33 +352,6 @@ class LayoutSearch:
             asked = self.analysis, away, self.known.analyses
             self.known.least[key] = LeastMemory.of(self.graph, self.rules, key[0], *asked)
         return self.known.least[key]
-
-    def hopeless(self, layout: StageLayout) -> list[PlannedStep]:
-        """Small plans, where no plan can fit on one mesh or in stages that are chosen; else none.
-
-        Stages have several microbatches. Where bounds leave only the whole batch of a long program,
-        a small plan of it tells, if the devices divide its rows. A small model is searched through
-        in any case, and so are stages that are asked for.
-        """
-        state = state_on_devices(self.graph, self.options, self.cluster)
-        if state < LITTLE_STATE or layout.is_pipeline:
-            return []
-        counts = [*microbatch_counts(self.graph, self.options, layout)]
-        likely = [n for n in AutomaticStages(self).counts()[:1] if n in counts]
-        possible = may_fit(self, likely or counts, lambda: self.least_memory)
-        possible = possible or may_fit(self, counts, lambda: self.least_memory)
-        if possible and (possible != [1] or counts == [1] or not self.is_long):
-            return []
-        if possible and not largest_even(
-            possible, batch_sizes(self.graph), self.cluster.num_devices
-        ):
-            return []
-        hardly = "hardly a" if possible else "no"
-        self.report(f"{hardly} plan can fit: looking for the least that would do")
-        tried = (number for each in (counts, possible) for number in small_plans(self, each))
-        small = [on_one_mesh(planned, self.cluster, self._limit) for planned in tried]
-        least = min((max(step.peak_bytes) for step in small), default=0)
-        return small if least > (FAR if possible else 1) * self._limit else []
 
     def promise_of_stages(self) -> float:
         """What the search for stages expects of a step, with the microbatches that it begins with.

@@ -32,6 +32,7 @@ SECONDS = 6.0  # for tries of options, and of devices; the one that is going on 
 SECONDS_OF_SOLVER = 0.5  # for a stage of a pipeline: close to the limit, proofs take long
 MOST_NAMED = 3
 DOUBLINGS = 6  # of the nodes
+TRIED_SURELY = 2  # of these
 MAY_NEED = 0.85  # of what is needed in all, what larger clusters need at the least
 
 
@@ -67,17 +68,20 @@ def remedies(
       search: for which nothing fits.
       within: the same search with other options and another cluster.
       candidates: what was planned.
-      seconds: of this process, after which no other change is tried.
+      seconds: of this process for options, and as many for devices, after which no other change is
+        tried; of devices two are, unless a user's limit of time leaves less than `SECONDS`.
     """
     best = smallest(candidates)
     needed = MAY_NEED * _needed(best)
 
-    def fitting(changes: Iterable[Remedy], most: int, surely: int = 1) -> list[str]:
-        """Of some changes those that fit; `surely` so many are tried, if there is any time."""
-        found, begun = list[str](), time.process_time()
+    begun = time.process_time()
+
+    def fitting(changes: Iterable[Remedy], most: int, surely: int = 0) -> list[str]:
+        """Of some changes those that fit; `surely` so many are tried."""
+        found = list[str]()
         for tried, remedy in enumerate(changes):
-            left = seconds - (time.process_time() - begun)
-            if len(found) == most or (left <= 0 and (tried >= surely or seconds <= 0)):
+            is_late = time.process_time() - begun >= seconds
+            if len(found) == most or (is_late and tried >= surely):
                 break
             if _fits(within(search, remedy.options, remedy.cluster)):
                 found.append(remedy.words)
@@ -87,18 +91,20 @@ def remedies(
         """The fewest nodes that would do, of those that have so many bytes at the least."""
         changes = _more_devices(options, cluster, words)
         limits = ((x, x.cluster.num_devices * memory_limit_of(options, x.cluster)) for x in changes)
-        return fitting((x for x, limit in limits if needed <= limit), 1, surely=2)
+        surely = TRIED_SURELY if seconds >= SECONDS else 0
+        return fitting((x for x, limit in limits if needed <= limit), 1, surely)
 
     options, cluster = search.options, search.cluster
     free = _without_restrictions(options)
     found = fitting(_option_changes(options, cluster), MOST_NAMED)
     if not found and free is not None:
         found = fitting([Remedy(f"all of {_told(free, options)}", free, cluster)], 1)
+    if len(found) < MOST_NAMED:  # these take longest to try
+        found += fitting(_more_stages(options, cluster), 1)
+    begun = time.process_time()
     larger = more_devices(options, needed)
     if not found and not larger and free is not None:
         larger = more_devices(free, 0.0, f" with {_told(free, options)}")
-    if len(found) < MOST_NAMED:  # these take longest to try
-        found += fitting(_more_stages(options, cluster), 1)
     found += larger
     least_bytes = max(best.peak_bytes)
     device, limit = search.cluster.device, memory_limit_of(search.options, search.cluster)

@@ -31,7 +31,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import BatchArgumentError
-from autopar.base.methods import BATCH_METHODS, LOOP_METHODS
+from autopar.base.methods import BATCH_METHODS, GATHERED_PARAMETERS, LOOP_METHODS
 from autopar.base.options import AS_COMPUTED
 from autopar.base.units import format_examples
 from autopar.passes.graph.graph import Atom, Graph
@@ -54,7 +54,7 @@ from autopar.passes.sharding.pins import NO_PINS, Pins
 from autopar.passes.sharding.scopes import aval_shape, value_bytes
 from autopar.passes.sharding.strategies import Shape, outer_factor
 
-SCATTERED = ("zero2", "zero3", "hsdp")  # methods whose gradients are reduce-scattered
+SCATTERED = ("zero2", *GATHERED_PARAMETERS)  # methods whose gradients are reduce-scattered
 TINY_SHARE = 1000  # a state leaf smaller than the whole state over this stays replicated,
 TINY_TOGETHER = 200  # if all that do so are no more than the whole state over this;
 MATRIX_BYTES = 2**16  # larger ones if they are, on each device, no more than its
@@ -114,7 +114,7 @@ class Restriction:
         if label.role != "state":
             return (whole,)
         if self.method in BATCH_METHODS:
-            stored_cut = self.method in ("zero3", "hsdp") or (
+            stored_cut = self.method in GATHERED_PARAMETERS or (
                 self.method != "data" and index not in self.parameters
             )
             axes = _cutting(mesh, len(mesh) - 1 if self.method == "hsdp" else 0)
