@@ -4,6 +4,7 @@
 how they are.
 """
 
+import ast
 import subprocess
 import sys
 
@@ -157,6 +158,18 @@ def test_private_jax_is_touched_in_few_files() -> None:
         "passes/graph/jax_compat.py",
         "passes/graph/source_infos.py",
     }
+
+
+def test_what_releases_of_jax_name_differently_is_named_in_one_file() -> None:
+    """JAX 0.10 counts a scan's operands, later ones hold their structure."""
+    by_release = {"num_consts", "num_carry", "ft_in", "ft_out"}
+    naming = {
+        module
+        for module in layout.modules()
+        for node in ast.walk(layout.tree(module))
+        if isinstance(node, ast.Constant) and node.value in by_release
+    }
+    assert naming == {"autopar.passes.graph.jax_compat"}
 
 
 @pytest.mark.parametrize("name", ["passes", "runtime"])

@@ -36,6 +36,7 @@ from autopar.passes.graph.primitives import (
     UNFUSED,
     keeps_order,
 )
+from autopar.passes.graph.scans import ScanParts
 from autopar.passes.sharding.compiler_rules import reduces_rows
 from autopar.passes.sharding.scopes import aval_shape, itemsize, value_bytes
 
@@ -180,9 +181,10 @@ def _with_stacks(
     what products read is copied out of a stack first, once, and what they make is copied into it.
     What is stacked as it came, or by loops and branches inside, is not counted.
     """
-    consts, carries = loop.params["num_consts"], loop.params["num_carry"]
-    slices = {var: var for var in jaxpr.invars[consts + carries :]}
-    stacked = Counter(source.get(x, x) for x in jaxpr.outvars[carries:] if isinstance(x, Var))
+    parts = ScanParts.of(loop)
+    slices = {var: var for var in parts.operands(jaxpr.invars)[2]}
+    stacks = parts.results(jaxpr.outvars)[1]
+    stacked = Counter(source.get(x, x) for x in stacks if isinstance(x, Var))
     for eqn, traffic in zip(jaxpr.eqns, each, strict=True):
         read = [source.get(x, x) for x in eqn.invars if isinstance(x, Var)]
         if is_barrier(eqn) and len(read) == len(eqn.outvars):
