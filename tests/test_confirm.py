@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax_releases
 import pytest
 
 import autopar
@@ -136,6 +137,8 @@ def test_what_does_not_fit_the_devices_here_is_planned_again(
     plain = autopar.compile(step, state, rows, cluster=cluster, **asked)
     assert plain.plan.confirmed is None, "virtual devices of a CPU share its memory"
     most = max(taken(plain))
+    if most <= limit and not jax_releases.IS_OURS:
+        pytest.skip("here XLA takes no more than is planned")
     assert most > limit
     monkeypatch.setattr(building, "is_limited", lambda device: True)
     made = autopar.compile(step, state, rows, cluster=cluster, **asked)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax_releases
 import pages
 import pytest
 
@@ -58,11 +59,17 @@ def test_a_page_does_what_it_says(page: str, reader: None, request: pytest.Fixtu
     assert len(jax.devices()) == 8
     if page in WITH_RAY:
         request.getfixturevalue("ray_cluster")
+    other = []
     for each in pages.run(DOCS / page, {"__name__": "__main__"}):
+        if not each.holds and not jax_releases.IS_OURS:
+            other.append(each.block.line)
+            continue
         assert each.holds, (
             f"docs/{page}:{each.block.line} says\n{each.said}\nand it is\n{each.printed}\n"
             f"`python -m pages docs/{page}` (with PYTHONPATH=tests) writes what is printed"
         )
+    if other:
+        pytest.skip(f"all of it runs; lines {other} print what jax {jax_releases.OURS} does")
 
 
 @pytest.mark.parametrize("page", PAGES)

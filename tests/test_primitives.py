@@ -16,12 +16,12 @@ UNKNOWN = {
     "collectives exist inside of `jax.shard_map`, of which `device_blocks.py` knows some": """
         all_gather all_gather_done all_gather_invariant all_gather_reduced all_gather_reduced_start
         all_gather_start all_to_all all_to_all_done all_to_all_start axis_index pbroadcast
-        pbroadcast_done pbroadcast_start pmax pmin ppermute ppermute_done ppermute_start preduced
-        precv psend psum psum_done psum_invariant psum_invariant_start psum_start pvary
-        ragged_all_to_all reduce_scatter reduce_scatter_done reduce_scatter_start
-        reduced_vary_cast_p shard_map unreduced_pmax unreduced_pmin unreduced_psum
-        unreduced_psum_start unreduced_reduce_scatter
-        unreduced_reduce_scatter_start vary_unreduced_cast_p
+        pbroadcast_done pbroadcast_dynamic pbroadcast_start pmax pmin ppermute ppermute_done
+        ppermute_start preduced precv psend psum psum_done psum_invariant psum_invariant_start
+        psum_start pvary ragged_all_to_all reduce_scatter reduce_scatter_done reduce_scatter_start
+        reduced_vary_cast reduced_vary_cast_p shard_map unreduced_pmax unreduced_pmin unreduced_psum
+        unreduced_psum_start unreduced_reduce_scatter unreduced_reduce_scatter_start
+        vary_unreduced_cast vary_unreduced_cast_p
         """,
     "state by reference: a step is a pure function": """
         accum_grad_in_ref addupdate box_get box_set core_map create_linear dce_sink empty_ref

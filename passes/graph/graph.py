@@ -7,6 +7,7 @@ Closed-over arrays are inputs of role "constant", their values are in `Graph.con
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from autopar.passes.graph import jax_compat, primitives, source_infos
 from autopar.passes.graph.barriers import is_barrier, part_of_barrier, passed_by_barrier
 from autopar.passes.graph.cond_literals import with_literals_inside
 from autopar.passes.graph.held_constants import HeldConstants, passed_down
+from autopar.passes.graph.plain_equations import plain
 from autopar.passes.graph.platforms import known_branch, only_platform
 
 Role = Literal["state", "batch", "constant", "received", "other"]
@@ -136,7 +138,7 @@ def _inline_into(
     held: HeldConstants,
     outer: JaxprEqn | None,
 ) -> None:
-    for eqn in jaxpr.eqns:
+    for eqn in itertools.chain.from_iterable(map(plain, jaxpr.eqns)):
         operands = [read_atom(env, v) for v in eqn.invars]
         info = eqn.source_info if outer is None else source_infos.with_outer_source(eqn, outer)
         name = eqn.primitive.name
@@ -223,7 +225,7 @@ def jaxprs_in(params: Mapping[str, Any]) -> list[Jaxpr]:
     for value in params.values():
         several = value if isinstance(value, tuple) else (value,)
         if several and isinstance(several[0], (ClosedJaxpr, Jaxpr)):
-            held += several
+            held += (x for x in several if x is not None)  # custom_linear_solve may lack some
     return [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in held]
 
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 import jax
-from jax.extend.core import Jaxpr
 
 from autopar.base.cluster import Cluster
 from autopar.base.costs import collective_seconds
@@ -28,8 +27,7 @@ from autopar.base.plan_records import (
 from autopar.base.units import format_bytes, without_rows
 from autopar.base.version import __version__
 from autopar.passes.graph.first_readers import first_readers
-from autopar.passes.graph.graph import Graph, batch_sizes, inner_jaxprs
-from autopar.passes.graph.primitives import CONTROL_FLOW
+from autopar.passes.graph.graph import Graph, batch_sizes
 from autopar.passes.pieces.pieces import Pieces
 from autopar.passes.planner.candidates import (
     PlannedStep,
@@ -41,8 +39,7 @@ from autopar.passes.planner.planned_stage import PlannedStage
 from autopar.passes.planner.rewritings import AS_WRITTEN
 from autopar.passes.planner.runners_up import runners_up, seconds_per_gib
 from autopar.passes.planner.step_lines import step_lines
-from autopar.passes.primitives.factor_rule import Rules
-from autopar.passes.primitives.flops import flops
+from autopar.passes.primitives.flops import total_flops
 from autopar.passes.sharding.collectives import collectives_of, short_source
 from autopar.passes.sharding.layout import Layout, describe
 from autopar.passes.sharding.scopes import aval_shape, itemsize
@@ -321,16 +318,3 @@ def _collectives(chosen: PlannedStep, stage: int, cluster: Cluster) -> tuple[Col
 
     listed = collectives_of(program, runs)
     return tuple(dataclasses.replace(item, seconds=seconds(item)) for item in listed)
-
-
-def total_flops(jaxpr: Jaxpr, rules: Rules, times: int = 1) -> int:
-    """Operations of a whole step over all devices; loops count their trips, branches both sides."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in CONTROL_FLOW:
-            inner = inner_jaxprs(eqn)
-            trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-            total += sum(total_flops(body, rules, times * trips) for body in inner)
-        else:
-            total += times * flops(eqn, rules[eqn])
-    return total

@@ -9,9 +9,10 @@ from dataclasses import replace
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn, Var
 
-from autopar.passes.graph.graph import Atom, user_source
+from autopar.passes.graph.graph import Atom, inner_jaxprs, user_source
 from autopar.passes.graph.microbatched import LoopPhase, Task
 from autopar.passes.graph.scans import ScanParts
+from autopar.passes.primitives.flops import total_flops
 from autopar.passes.sharding.layout import stacked
 from autopar.passes.sharding.scopes import (
     Assigned,
@@ -25,6 +26,12 @@ from autopar.passes.sharding.scopes import (
 )
 from autopar.passes.sharding.strategy_graph import BodyTimes, StrategyGraphBuilder
 from autopar.passes.sharding.sums import accumulating, whole_inside
+
+RARELY = 1 / 1024
+"""How often a branch is counted to run that is not the one with most operations.
+
+A step takes what its longest branch takes; the others are laid out well too, and hardly count.
+"""
 
 
 class ControlFlowBuilder(StrategyGraphBuilder):
@@ -69,10 +76,12 @@ class ControlFlowBuilder(StrategyGraphBuilder):
         inner: list[Scope] = []
         outs: list[list[ScopeValue]] = []
         sliced = self.sliced  # what a branch brings into a layout stays in it
-        for branch in eqn.params["branches"]:
-            body = branch.jaxpr
+        bodies = inner_jaxprs(eqn)
+        flops = [total_flops(body, self.rules) for body in bodies]
+        for number, body in enumerate(bodies):
             env: dict[Var, ScopeValue] = dict(zip(body.invars, values[1:], strict=True))
-            within = Scope(body, scope.times, scope.microbatch)
+            share = 1 if number == flops.index(max(flops)) else RARELY
+            within = Scope(body, share * scope.times, scope.microbatch)
             self.sliced = {**sliced}
             self.walk(within, env)
             self.sliced = sliced
@@ -90,8 +99,8 @@ class ControlFlowBuilder(StrategyGraphBuilder):
             node = self.boundary(f"{label} result", user_source(eqn), layouts, scope.times)
             if source is not None and source.node in self.state_nodes:
                 self.state_nodes.add(node)
-            for branch_values in outs:
-                self.link(branch_values[position], layouts, node, scope.times)
+            for within, branch_values in zip(inner, outs, strict=True):
+                self.link(branch_values[position], layouts, node, within.times)
             boundaries.append(node)
             results.append(self.assigned(node, layouts, var))
         return Entry("cond", eqn, scopes=tuple(inner), boundaries=tuple(boundaries)), results

@@ -54,7 +54,7 @@ class Scope:
     """
 
     jaxpr: Jaxpr
-    times: int
+    times: float
     microbatch: bool = False
     entries: list[Entry] = field(default_factory=list)
 
@@ -145,7 +145,7 @@ class Node:
     source: str
     num_strategies: int
     layouts: tuple[Layout, ...]
-    times: int
+    times: float
     seconds: list[float] = field(default_factory=list)
     choices: tuple[Strategy, ...] = ()
 

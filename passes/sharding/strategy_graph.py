@@ -144,14 +144,14 @@ class StrategyGraphBuilder:
         made.live.absent = value.live.absent
         return made
 
-    def boundary(self, label: str, source: str, layouts: Sequence[Layout], times: int) -> int:
+    def boundary(self, label: str, source: str, layouts: Sequence[Layout], times: float) -> int:
         """A node that decides the layout of one value that enters or leaves a scope."""
         layouts = tuple(layouts)
         count = len(layouts)
         self.built.nodes.append(Node(label, source, count, layouts, times, [0.0] * count))
         return len(self.built.nodes) - 1
 
-    def receive(self, node: int, var: Var, times: int) -> None:
+    def receive(self, node: int, var: Var, times: float) -> None:
         """Price the replicas of what a stage is sent `times`: every tile arrives once."""
         shape, size = aval_shape(var), itemsize(var.aval)
         seconds = self.built.nodes[node].seconds
@@ -159,7 +159,7 @@ class StrategyGraphBuilder:
             arriving = without_replicas(shape, layout, self.mesh)
             seconds[i] += times * self.pricing.reshard(arriving, layout, shape, size)
 
-    def link(self, value: ScopeValue, wanted: Sequence[Layout], node: int, times: int) -> None:
+    def link(self, value: ScopeValue, wanted: Sequence[Layout], node: int, times: float) -> None:
         """Price that `node` reads `value` in layout `wanted[s]` when it takes strategy s."""
         if isinstance(value, Assigned):
             if value.live.entering and value.live.last < value.live.first:
@@ -199,7 +199,7 @@ class StrategyGraphBuilder:
         """In which layouts an operand is read to compute a value again in those that are wanted."""
         return self.tables.projected(self._canonical_of(value.shape), position, wanted)
 
-    def _link_recomputed(self, value: Recomputed, wanted: Layouts, node: int, times: int) -> None:
+    def _link_recomputed(self, value: Recomputed, wanted: Layouts, node: int, times: float) -> None:
         """Price what a value is computed of, and computing it.
 
         Each is read in a layout once, however often; and computed where it is read first.
@@ -222,7 +222,7 @@ class StrategyGraphBuilder:
                 else:
                     self.link(operand, read, node, times)
 
-    def _compute_again(self, value: Recomputed, wanted: Layouts, node: int, times: int) -> None:
+    def _compute_again(self, value: Recomputed, wanted: Layouts, node: int, times: float) -> None:
         """Price that a value is computed in the layout that a node wants."""
         whole = times * self.pricing.compute(value.eqn, value.shape.rule)
         if not whole:
@@ -232,7 +232,7 @@ class StrategyGraphBuilder:
         for s, division in enumerate(divisions):
             seconds[s] += whole / division
 
-    def _link_assigned(self, value: Assigned, wanted: Layouts, node: int, times: int) -> None:
+    def _link_assigned(self, value: Assigned, wanted: Layouts, node: int, times: float) -> None:
         linear = self._linear_table(value, wanted)
         if linear is None:
             return

@@ -17,12 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex_core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.base.errors import UnknownPrimitiveWarning
 from autopar.passes.graph import jax_compat, source_infos
-from autopar.passes.graph.graph import inner_jaxprs, map_inner_jaxprs, walk
+from autopar.passes.graph.graph import inner_jaxprs, walk
+from autopar.passes.graph.plain_equations import REDUCTIONS
 from autopar.passes.graph.primitives import CONTROL_FLOW, DRAWS
 from autopar.passes.primitives.cuts import bind_with
 from autopar.passes.primitives.factor_rule import Rules
@@ -39,7 +39,6 @@ _AXES_PARAM = {
     **dict.fromkeys(("all_gather", "all_to_all", "axis_index", "ppermute"), "axis_name"),
     **dict.fromkeys(("ragged_all_to_all", "reduce_scatter"), "axis_name"),
 }
-_COMBINES = {"psum": lax.reduce_sum_p, "pmax": lax.reduce_max_p, "pmin": lax.reduce_min_p}
 
 
 class NotWholeError(Exception):
@@ -77,23 +76,6 @@ def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
         return ()
     axes = eqn.params[param]
     return tuple(map(str, axes)) if isinstance(axes, (tuple, list)) else (str(axes),)
-
-
-def reduced(jaxpr: Jaxpr) -> Jaxpr:
-    """A program in which what `jax.vmap` made of collectives are ordinary reductions.
-
-    It writes a `psum` over dimensions, beside mesh axes.
-    """
-    eqns = []
-    for eqn in jaxpr.eqns:
-        combine, axes = _COMBINES.get(eqn.primitive.name), eqn.params.get("axes", ())
-        if combine is None:
-            eqns.append(eqn.replace(params=map_inner_jaxprs(eqn.params, reduced)))
-            continue
-        assert all(isinstance(axis, int) for axis in axes), eqn
-        params = {"axes": tuple(axes), "out_sharding": None}
-        eqns.append(eqn.replace(primitive=combine, params=params, effects=jex_core.no_effects))
-    return jaxpr.replace(eqns=eqns)
 
 
 def relayout(x: Blocks, wanted: Cuts, sizes: AxisSizes, front: Sequence[str] = ()) -> Any:
@@ -241,7 +223,7 @@ class AllDevices:
         if params.get("axis_index_groups") is not None or len(operands) != 1:
             raise NotWholeError({*axes} | differ, f"{name} asks for a device's own")
         (x,) = operands
-        if name in _COMBINES and not (x.added and name != "psum"):
+        if name in REDUCTIONS and not (x.added and name != "psum"):
             copies = self.count([a for a in own if a not in x.axes]) if name == "psum" else 1
             cut = [a for dim in x.cuts for a in dim if a in own]
             cuts = tuple(tuple(a for a in dim if a not in own) for dim in x.cuts)
@@ -249,7 +231,7 @@ class AllDevices:
             array = relayout(bare, cuts, self.sizes, front=cut)
             if cut:
                 places = tuple(range(len(cut)))
-                array = _COMBINES[name].bind(array, axes=places, out_sharding=None)
+                array = REDUCTIONS[name].bind(array, axes=places, out_sharding=None)
             array = _times(array, copies)
             if mapped:
                 (array,) = _bind(eqn, [array], {"axes": mapped})

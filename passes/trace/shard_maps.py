@@ -31,7 +31,6 @@ from autopar.passes.trace.device_blocks import (
     Cuts,
     NotWholeError,
     axes_of,
-    reduced,
     relayout,
 )
 
@@ -110,7 +109,7 @@ def _called(eqn: JaxprEqn, given: Sequence[Blocks]) -> tuple[JaxprEqn, list[Bloc
         [x.array for x in values],
         [*eqn.outvars, *new[len(eqn.outvars) :]],
         closed_call_p,
-        {"call_jaxpr": ClosedJaxpr(reduced(traced.jaxpr), traced.consts)},
+        {"call_jaxpr": traced},
         jex_core.no_effects,
         eqn.source_info,
     )

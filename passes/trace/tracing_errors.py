@@ -100,7 +100,7 @@ def _reason(error: Exception, text: str) -> tuple[str, str, str] | None:
             "take it from a shape or a constant, name its argument in static_argnums, or use "
             "jax.lax.fori_loop and jnp.take.",
         )
-    if isinstance(error, IndexError) and "must be static integers" in text:
+    if isinstance(error, IndexError) and _IS_SLICE.search(text):
         return (
             "{name} cuts a slice whose bounds are values of the step.",
             f"{_WHEN} that could give a size",
@@ -149,6 +149,7 @@ def _is_of_another_trace(error: Exception, text: str) -> bool:
     )
 
 
+_IS_SLICE = re.compile(r"must be static integers|must have static start/stop/step")
 _IS_HASHED = re.compile(r"unhashable type: '\w*Tracer'")
 _IS_SHAPE = "Shapes must be 1D sequences of concrete values"
 

@@ -5,10 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
+import jax_releases
 from programs import Case, Tolerance
 
 _BY_DTYPE = Tolerance()
-_BFLOAT16 = Tolerance(relative=5e-2)
+_BFLOAT16 = Tolerance(relative=5e-2 if jax_releases.IS_OURS else 1.5e-1)
+"""With JAX 0.12 plain `jax.jit` itself differs so between one device and eight, by up to 0.112."""
+
 _BIAS_BEFORE_NORM = Tolerance(zero_gradients=("['conv1']['bias']", ".conv1.bias"))
 _LAST_BIAS = Tolerance(zero_gradients=("['items'][1][1]",))
 """One bias for all items of a softmax changes nothing."""
