@@ -89,7 +89,7 @@ def hashes(w: Any, batch: Any) -> Any:
         (counts, "needs a Python integer", "static_argnums"),
         (shapes, "needs a Python integer", "static_argnums"),
         (formats, "formats a value", "jax.debug.print"),
-        (slices, "cuts a slice", "dynamic_slice_in_dim"),
+        (slices, "cuts a slice", "static_argnums"),
         (hashes, "hashes a value", "static_argnums"),
     ],
 )

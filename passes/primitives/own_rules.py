@@ -99,7 +99,16 @@ def same_dims(eqn: JaxprEqn, _: frozenset[int] = frozenset()) -> FactorRule:
     return loops.rule([value(var) for var in eqn.invars], [value(var) for var in eqn.outvars])
 
 
-for _name in (*CUMULATIVE, "sort", "rev", "top_k", "random_wrap", "random_unwrap", "random_split"):
+for _name in (
+    *CUMULATIVE,
+    "sort",
+    "rev",
+    "top_k",
+    "approx_top_k",
+    "random_wrap",
+    "random_unwrap",
+    "random_split",
+):
     OWN[_name] = same_dims
 for _name in ("bitcast_convert_type", "random_gamma", "dynamic_slice", "dynamic_update_slice"):
     OWN[_name] = same_dims

@@ -150,10 +150,10 @@ def _reshape(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
     return (_uncut if permutes else _cut_anywhere)(eqn)
 
 
-@_whole("top_k")
+@_whole("approx_top_k", "top_k")
 def _top_k(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
-    rank = len(shape_of(eqn.invars[0]))
-    axis = eqn.params.get("axis", -1) % rank
+    rank, along = len(shape_of(eqn.invars[0])), eqn.params.get("reduction_dimension", -1)
+    axis = eqn.params.get("axis", along) % rank
     return ((axis,),), ((axis,),) * 2
 
 

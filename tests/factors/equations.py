@@ -163,6 +163,7 @@ def shapes() -> dict[str, Case]:
             (f32(4, 8), f32(2, 8), ints()),
         ),
         "top_k": (lambda x: lax.top_k(x, 2), (f32(4, 8),)),
+        "approx_top_k": (lambda x: lax.approx_max_k(x, 2), (f32(4, 8),)),
         "sort": (lambda x: lax.sort(x, dimension=0), (f32(4, 8),)),
         "sort pairs": (lambda x, y: lax.sort((x, y), num_keys=1), (f32(4, 8), ints(4, 8))),
         "argsort": (lambda x: jnp.argsort(x, axis=1), (f32(4, 8),)),

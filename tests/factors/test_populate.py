@@ -71,6 +71,7 @@ GOLDEN: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
     (lambda x: lax.cumsum(x, 1), ((4, 8),), "([i,j])->([i,j]) replicated={j}"),
     (lambda x: lax.sort(x, dimension=1), ((4, 8),), "([i,j])->([i,j]) replicated={j}"),
     (lambda x: lax.top_k(x, 2), ((4, 8),), "([i,k])->([i,j],[i,j]) replicated={j,k}"),
+    (lambda x: lax.approx_max_k(x, 2), ((4, 8),), "([i,k])->([i,j],[i,j]) replicated={j,k}"),
     (lambda x: lax.rev(x, (0,)), ((4, 8),), "([i,j])->([i,j]) replicated={i}"),
     (lambda x: x.T, ((4, 8),), "([j,i])->([i,j])"),
     (lambda x: x.reshape(32), ((4, 8),), "([i,j])->([ij])"),
