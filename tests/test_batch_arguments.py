@@ -44,6 +44,18 @@ def test_rows_against_rows_are_ambiguous() -> None:
     for part in ("batch_argnums", "batch['query']: 16", "batch['key']: 12"):
         assert part in text
     assert "for 16 examples: batch_axes=(None, {'key': None, 'query': 0})" in text
+    assert "for 8 examples" not in text, "the state has them too"
+
+
+def test_a_batch_with_features_first_is_named() -> None:
+    def step(w: Any, x: Any, y: Any) -> Any:
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((w @ x - y) ** 2))(w)
+
+    w, x, y = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 8), (8, 32), (4, 32)))
+    with pytest.raises(BatchArgumentError, match="ambiguous") as caught:
+        trace(step, (w, x, y))
+    assert "for 32 examples: batch_axes=(None, 1, 1)" in str(caught.value)
+    assert trace(step, (w, x, y), batch_axes=(None, 1, 1)).batch_size == 32
 
 
 def test_batch_axes_name_what_holds_no_batch() -> None:

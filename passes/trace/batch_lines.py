@@ -38,6 +38,13 @@ def ambiguous(arguments: Sequence[Argument], leaves: Sequence[Leaf]) -> BatchArg
         own = Counter(leaf.shape[0] for leaf in leaves if leaf.argument == number)
         sizes.append(own.most_common(1)[0][0])
     choices = [f"- for {format_examples(size)}: {line(size)}" for size in dict.fromkeys(sizes)]
+    others = (x for a in arguments for i, _, x in a.arrays() if i not in candidates)
+    within = set.intersection(*(set(leaf.shape[1:]) for leaf in leaves))
+    within -= {1}.union(*(x.shape for x in others))
+    if len(within) == 1:  # all have it, and no parameter has: data with features first
+        (size,) = within
+        axes = {leaf.index: leaf.shape.index(size, 1) for leaf in leaves}
+        choices.insert(0, f"- for {format_examples(size)}: {axes_line(arguments, axes)}")
     return BatchArgumentError(
         "The batch is ambiguous: leaves disagree on the number of examples.",
         where=paths[listed[0]],
