@@ -77,6 +77,6 @@ def _kernel(device: str, softmax: WrittenSoftmax) -> str:
     capability = known_capability(device) if backend_of(device) == GPU else 0
     deepest = DEEPEST if capability >= HOPPER else DEEPEST_BEFORE_HOPPER
     fits = softmax.depth % 8 == 0 and softmax.depth <= deepest and softmax.dtype in NARROW
-    if softmax.masked and (softmax.row % 2 or softmax.queries % 2):
-        return ""  # a bias, as which masks are given, of an odd length cannot be trained
+    if softmax.row % 2 or softmax.queries % 2:
+        return ""  # JAX refuses to train odd lengths, also where nothing is masked
     return "cudnn" if capability >= AMPERE and fits else ""

@@ -53,6 +53,7 @@ from autopar.passes.planner.edited_plans import (
 )
 from autopar.passes.planner.even_shares import warn_of_stages, with_even_shares
 from autopar.passes.planner.even_stages import even_pipelines
+from autopar.passes.planner.fewer_microbatches import automatic_stages, with_fewer_microbatches
 from autopar.passes.planner.following import counts_like, follow_plan, plan_like
 from autopar.passes.planner.hopeless import hopeless_plans
 from autopar.passes.planner.layout_search import LayoutSearch
@@ -190,7 +191,7 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
     if first is not None:
         search = replace(search, best_seconds=seconds_of_best(first[0]))
     if options.stages == "auto" and stages_first:
-        pipelines = search.automatic_pipelines()
+        pipelines = automatic_stages(search)
         if cluster.num_nodes > 1:
             known = min(search.best_seconds, seconds_of_best(pipelines))
             tried = [*search.known.misfits, *pipelines]
@@ -211,12 +212,16 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
         except BatchArgumentError:
             # The devices of one mesh are too many for a microbatch; a stage has fewer.
             if options.stages == "auto" and not stages_first:
-                pipelines = search.automatic_pipelines()
+                pipelines = automatic_stages(search)
             pipelines = with_even_shares(pipelines, search.graph, options.method)
             if not pipelines:
                 raise
             return pipelines, ""
     candidates, reason = first
+    if layout.is_pipeline:
+        candidates += with_fewer_microbatches(
+            search, candidates, lambda fewer: fewer.candidates(layout, optional=True)[0]
+        )
     refuted = _are_refuted(candidates, search)
     refuted = refuted and any(_is_cut_evenly(candidate, search) for candidate in candidates)
     for other in () if refuted else search.rewritten():
@@ -243,7 +248,7 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
         candidates += made
     fits = any(candidate.fits for candidate in candidates)
     if options.stages == "auto" and not stages_first and not fits:
-        pipelines = search.automatic_pipelines()
+        pipelines = automatic_stages(search)
     return candidates + pipelines, reason
 
 

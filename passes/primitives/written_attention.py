@@ -54,7 +54,6 @@ class WrittenSoftmax:
       row: keys of a row.
       axis: along which they are, of the scores; -1: along several.
       values: the depth of the values; 0 as long as no product reads the probabilities.
-      masked: whether it has a mask or a bias.
       spoiled: whether something else is done with what it computes.
     """
 
@@ -64,7 +63,6 @@ class WrittenSoftmax:
     row: int = 0
     axis: int = -1
     values: int = 0
-    masked: bool = False
     spoiled: bool = False
 
     @property
@@ -239,7 +237,6 @@ class _SoftmaxScope:
         if "scores" in kinds and kinds.count("") == len(kinds) - 1 and not own.row:
             scores = there[kinds.index("scores")]
             if scores is not None and self._may_be_done(eqn, kinds, scores):
-                own.masked = own.masked or name in ("add", "sub", "select_n")
                 return scores
         return None
 
