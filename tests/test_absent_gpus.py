@@ -52,9 +52,13 @@ def test_a_step_is_planned_for_gpus_that_are_elsewhere() -> None:
     assert {x.kind for x in plan.stages[0].collectives} <= {"all-reduce"}, "attention is cut"
 
 
-def test_on_cpus_jax_refuses_as_before() -> None:
-    with pytest.raises(RuntimeError, match="cuDNN is not detected"):
-        autopar.plan(train_step, *shapes(), cluster=autopar.Cluster.preset("cpu"))
+@pytest.mark.parametrize("cluster", ["cpu", "1x8 v100", "4 v5e"])
+def test_devices_without_it_are_told(cluster: str) -> None:
+    asked = autopar.Cluster.preset("cpu") if cluster == "cpu" else cluster
+    with pytest.raises(autopar.errors.TraceError, match="devices that have none") as caught:
+        autopar.plan(train_step, *shapes(), cluster=asked)
+    assert "test_absent_gpus.py" in str(caught.value.where)
+    assert "None" in str(caught.value.hint)
 
 
 def test_larger_heads_need_a_newer_gpu() -> None:

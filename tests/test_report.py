@@ -242,6 +242,14 @@ def test_tables_say_what_the_plan_says() -> None:
     assert text.count("▶") == 1
 
 
+def test_a_part_of_which_some_is_donated_says_so() -> None:
+    plan = sample("two axes")
+    kept = next(x for x in plan.inputs if x.donated and "kernel" in x.path)
+    inputs = tuple(dataclasses.replace(x, donated=False) if x is kept else x for x in plan.inputs)
+    text = rendered(dataclasses.replace(plan, inputs=inputs))
+    assert "params (some donated)" in text and "donated: the step reuses" in text
+
+
 def test_repeated_layers_take_one_row() -> None:
     few, many = transformer_plan((4, 2), layers=2), transformer_plan((4, 2), layers=24)
     assert len(rendered(few).splitlines()) == len(rendered(many).splitlines())

@@ -226,9 +226,11 @@ class _Tables:
         for tensor in tensors:
             members.setdefault(categories.get(tensor.path, tensor.role), []).append(tensor)
         for category, kind in members.items():
-            donated = " (donated)" if all(tensor.donated for tensor in kind) else ""
+            donated = [tensor.donated for tensor in kind]
+            some = " (some donated)" if any(donated) else ""
+            mark = " (donated)" if all(donated) else some
             table.add_section()
-            add_row(table, category + donated, "", "", *self.totals(kind), style="bold")
+            add_row(table, category + mark, "", "", *self.totals(kind), style="bold")
             for group in summaries.fold_tensors(kind, self.meshes):
                 add_row(
                     table,

@@ -130,6 +130,13 @@ def _reason(error: Exception, text: str) -> tuple[str, str, str] | None:
             'jax.debug.print("loss {x:.3f}", x=loss) prints each time that the step runs; or print '
             "what the step returns.",
         )
+    if isinstance(error, RuntimeError) and "cuDNN is not detected" in text:
+        return (
+            '{name} asks for implementation="cudnn" of attention, for devices that have none.',
+            "cuDNN has it for NVIDIA's GPUs from compute capability 8.0 (A100) on; the cluster has "
+            "no such GPUs, nor has this machine",
+            'use implementation=None or "xla" there, or plan for a cluster that has them.',
+        )
     if isinstance(error, errors.UnexpectedTracerError):
         return _KEPT
     if _is_of_another_trace(error, text):
