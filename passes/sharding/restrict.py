@@ -24,9 +24,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.arrays.typed_keys import is_key
@@ -51,7 +53,7 @@ from autopar.passes.sharding.layout import (
 from autopar.passes.sharding.loop_kinds import LoopKinds
 from autopar.passes.sharding.loop_methods import Allowed, LoopMethod
 from autopar.passes.sharding.pins import NO_PINS, Pins
-from autopar.passes.sharding.scopes import aval_shape, value_bytes
+from autopar.passes.sharding.scopes import aval_shape, itemsize, value_bytes
 from autopar.passes.sharding.strategies import Shape, outer_factor
 
 SCATTERED = ("zero2", *GATHERED_PARAMETERS)  # methods whose gradients are reduce-scattered
@@ -76,6 +78,17 @@ class Restriction:
     sum_dtypes: Mapping[Var, str] = field(default_factory=dict)
     loops: LoopMethod | None = None
     hosted: Mapping[int, str] = field(default_factory=dict)
+
+    @cached_property
+    def stored_itemsize(self) -> int:
+        """Bytes of the widest floating-point numbers of the state; 0: it has none."""
+        inputs = zip(self.graph.jaxpr.invars, self.graph.inputs, strict=True)
+        floats = (
+            itemsize(var.aval)
+            for var, label in inputs
+            if label.role == "state" and jnp.issubdtype(var.aval.dtype, jnp.floating)
+        )
+        return max(floats, default=0)
 
     @property
     def reduce_scatter(self) -> bool:
@@ -202,14 +215,14 @@ class Restriction:
             return (replicated(len(shape)),)
         partial = partial and _may_be_partial(atom)
         layouts = all_layouts(shape, mesh, partial=partial)
-        if self.loops is not None:
-            tiny = trips * value_bytes(atom) < self.tiny_bytes and not self.batch_dims(atom)
-            made = isinstance(atom, Var) and atom in self.from_state
-            return self.loops.layouts(atom, layouts, made, tiny)
         if self.method not in BATCH_METHODS:
-            if trips * value_bytes(atom) < self.tiny_bytes and not self.batch_dims(atom):
-                layouts = tuple(x for x in layouts if not any(x.dims))
-            return layouts
+            # What is cast from a leaf of the state is as tiny as that.
+            bytes_stored = trips * math.prod(shape) * max(itemsize(atom.aval), self.stored_itemsize)
+            tiny = bytes_stored < self.tiny_bytes and not self.batch_dims(atom)
+            if self.loops is not None:
+                made = isinstance(atom, Var) and atom in self.from_state
+                return self.loops.layouts(atom, layouts, made, tiny)
+            return tuple(x for x in layouts if not any(x.dims)) if tiny else layouts
         dims = self.batch_dims(atom)
         if not dims and self.method != "data":
             return layouts
