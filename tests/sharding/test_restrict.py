@@ -311,13 +311,12 @@ def test_what_is_cast_of_a_leaf_is_as_tiny_as_the_leaf() -> None:
     graph = graph_of(step, state, shaped(8, 64, dtype=jnp.bfloat16))
     allowed = Passes(graph, (8,), "shard").restriction
     assert 64 * 8 * 2 < allowed.tiny_bytes < 64 * 8 * 4
-    casts = [
+    heads = [
         var
         for eqn in graph.jaxpr.eqns
         for var in eqn.outvars
-        if eqn.primitive.name == "convert_element_type" and var.aval.dtype == jnp.bfloat16
+        if (var.aval.dtype, var.aval.shape) == (jnp.bfloat16, (64, 8))
     ]
-    heads = [var for var in casts if var.aval.shape == (64, 8)]
     assert heads
     for var in heads:
         layouts = allowed.boundary_layouts(var, (8,), False)
