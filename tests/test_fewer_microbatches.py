@@ -10,6 +10,7 @@ import pytest
 
 import autopar
 from autopar import Plan
+from autopar.passes.schedules.make import make_schedule
 
 
 def plan_of(rows: int, **options: Any) -> Plan:
@@ -44,6 +45,31 @@ def test_where_devices_share_the_rows_there_are_four_for_each_mesh() -> None:
     plan = plan_of(64, method="data")
     assert plan.num_microbatches == 8
     assert "four for each" in str(plan)
+
+
+@pytest.mark.parametrize("rows", [24, 40, 48])
+def test_devices_share_rows_of_which_a_power_of_two_leaves_no_multiple(rows: int) -> None:
+    plan = plan_of(rows, method="data")
+    assert rows // plan.num_microbatches % 8 == 0
+    even = plan_of(rows, method="data", microbatches=rows // 8).estimates.step_seconds
+    assert plan.estimates.step_seconds <= even
+
+
+def test_methods_of_stages_by_hand_are_seen() -> None:
+    stages = [autopar.Stage(method="data"), autopar.Stage(method="data")]
+    by_hand, plain = plan_of(8, stages=stages), plan_of(8, method="data")
+    assert by_hand.num_microbatches == plain.num_microbatches < 8
+
+
+def test_a_schedule_of_the_users_is_asked_for_no_other_number() -> None:
+    asked = []
+
+    def mine(num_meshes: int, num_microbatches: int) -> Any:
+        asked.append(num_microbatches)
+        return [list(tasks) for tasks in make_schedule("gpipe", num_meshes, num_microbatches).tasks]
+
+    assert plan_of(16, method="data", schedule=mine).num_microbatches == 8
+    assert set(asked) == {8}
 
 
 def test_what_is_asked_for_stays() -> None:

@@ -8,6 +8,8 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
+from autopar.passes.graph import jax_compat
+
 REDUCTIONS = {"psum": lax.reduce_sum_p, "pmax": lax.reduce_max_p, "pmin": lax.reduce_min_p}
 """What each is where its axes are dimensions of its operand, as `jax.vmap` writes it."""
 
@@ -17,7 +19,7 @@ def plain(eqn: JaxprEqn) -> Sequence[JaxprEqn]:
 
     A `device_put` of several arrays says of each what a `device_put` of its own would, and no pass
     has to know that none of its results depends on the others' operands. Collectives over axes of
-    `jax.vmap` are reductions of dimensions.
+    `jax.vmap` are reductions of dimensions, before those over axes of a mesh, if both are asked.
 
     >>> import jax, jax.numpy as jnp
     >>> two = jax.make_jaxpr(lambda x: jax.device_put((x, x + 1)))(jnp.ones(3)).eqns[-1]
@@ -27,21 +29,29 @@ def plain(eqn: JaxprEqn) -> Sequence[JaxprEqn]:
     name = eqn.primitive.name
     if name == "device_put" and len(eqn.invars) > 1:
         return _one_by_one(eqn)
-    if name in REDUCTIONS and _is_of_dimensions(eqn):
-        params = {"axes": tuple(eqn.params["axes"]), "out_sharding": None}
-        whole = eqn.replace(primitive=REDUCTIONS[name], params=params, effects=jex_core.no_effects)
-        return _one_by_one(whole)
+    if name in REDUCTIONS and eqn.params.get("axis_index_groups") is None:
+        dims = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
+        names = tuple(axis for axis in eqn.params["axes"] if not isinstance(axis, int))
+        return _reduced(eqn, dims, names) if dims else (eqn,)
     return (eqn,)
 
 
-def _is_of_dimensions(eqn: JaxprEqn) -> bool:
-    """Whether a collective is over dimensions of its operands, all of each, and no mesh axis."""
-    axes, groups = eqn.params["axes"], eqn.params.get("axis_index_groups")
-    return groups is None and all(isinstance(axis, int) for axis in axes)
+def _reduced(eqn: JaxprEqn, dims: tuple[int, ...], names: tuple[object, ...]) -> Sequence[JaxprEqn]:
+    """Reductions of dimensions, and what is left of a collective over axes of a mesh."""
+    made = [jax_compat.new_var(x.aval) for x in eqn.outvars] if names else list(eqn.outvars)
+    params = {"axes": dims, "out_sharding": None}
+    primitive = REDUCTIONS[eqn.primitive.name]
+    reduced = eqn.replace(
+        primitive=primitive, params=params, outvars=made, effects=jex_core.no_effects
+    )
+    if not names:
+        return _one_by_one(reduced)
+    left = eqn.replace(invars=made, params={**eqn.params, "axes": names})
+    return [*_one_by_one(reduced), left]
 
 
 def _one_by_one(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """An equation for each operand and its result; of lists in the params, each has its own."""
+    """An equation for each operand and its result, with its own part of what says where to put."""
     count = len(eqn.invars)
     if count == 1:
         return [eqn]

@@ -291,9 +291,12 @@ def keeps_order(eqn: JaxprEqn) -> bool:
 def is_identity(eqn: JaxprEqn) -> bool:
     """Whether an equation's result is its operand: also what turns dimensions of one place round.
 
-    The backward pass of a convolution with a filter of one pixel has that.
+    The backward pass of a convolution with a filter of one pixel has that; that of a sum over an
+    axis of `jax.vmap` has sums over no axes.
     """
     name = eqn.primitive.name
+    if name in ("psum", "pmax", "pmin"):
+        return not eqn.params["axes"]
     if name != "rev":
         return name in IDENTITIES
     return all(eqn.invars[0].aval.shape[dim] == 1 for dim in eqn.params["dimensions"])

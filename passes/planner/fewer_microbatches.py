@@ -1,4 +1,4 @@
-"""Stages with fewer microbatches, where one of them has more devices than a microbatch has rows.
+"""Stages with fewer microbatches, where a stage's devices cannot share the rows of one.
 
 Pipelines begin with some microbatches for each mesh, so that meshes wait little for each other
 (Huang et al., "GPipe", 2019, section 3). With few rows in each of them, devices that would have
@@ -8,22 +8,25 @@ shared the rows share less, or compute the same: then fewer microbatches may be 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from autopar.base.errors import BatchArgumentError, InexactMicrobatchError, ScheduleError
 from autopar.base.methods import BATCH_METHODS
+from autopar.base.options import Options
 from autopar.passes.graph.graph import batch_sizes
 from autopar.passes.planner.candidates import PlannedStep, quickest
 from autopar.passes.planner.layout_search import LayoutSearch
 
 PlanStages = Callable[[LayoutSearch], list[PlannedStep]]
 
+MISSES = 2  # numbers in a row that are no quicker, after which no more are tried
+
 
 def automatic_stages(search: LayoutSearch) -> list[PlannedStep]:
     """Pipelines whose stages are chosen; of methods that cut only rows, with fewer microbatches."""
     made = search.automatic_pipelines()
-    if search.options.method in BATCH_METHODS:
+    if _cut_only_rows(search.options):
         made += with_fewer_microbatches(search, made, LayoutSearch.automatic_pipelines)
     return made
 
@@ -31,29 +34,52 @@ def automatic_stages(search: LayoutSearch) -> list[PlannedStep]:
 def with_fewer_microbatches(
     search: LayoutSearch, made: Sequence[PlannedStep], plan: PlanStages
 ) -> list[PlannedStep]:
-    """Plans with half of the microbatches, and half of these, while that is quicker.
+    """Plans with half of the microbatches and so on, where devices do not share their rows evenly.
 
-    And as long as a microbatch has fewer rows than a stage has devices; of methods that cut only
-    rows until it has as many, for till then nothing tells how quick they are. None where their
-    number is asked for, or nothing fits of what was `made`.
+    Also with the most with which they do. It ends where numbers are no quicker; of methods that cut
+    only rows not before devices share these evenly, for uneven shares tell nothing of even ones.
+    There are none where the number is asked for, the schedule is a function of the user's (which
+    need not know other numbers), or nothing fits of what was `made`.
     """
-    last, sizes = quickest(made), batch_sizes(search.graph)
-    least = math.inf if last is None else last.step_seconds
-    more: list[PlannedStep] = []
-    while search.options.microbatches == "auto" and last is not None and sizes:
-        count = last.split.num_microbatches
-        most = max(math.prod(planned.mesh) for planned in last.planned)
-        if count < 2 or min(sizes) // count >= most:
-            break
-        options = replace(search.options, microbatches=count // 2)
+    first, sizes = quickest(made), batch_sizes(search.graph)
+    asked = search.options.microbatches != "auto" or callable(search.options.schedule)
+    if asked or first is None or not sizes or _share_evenly(first, sizes):
+        return []
+    least, misses, more = first.step_seconds, 0, list[PlannedStep]()
+    for count in _fewer(first, sizes):
+        options = replace(search.options, microbatches=count)
         try:
             found = plan(replace(search, options=options))
         except (BatchArgumentError, InexactMicrobatchError, ScheduleError):
-            break  # a schedule may want more of them
+            continue  # some numbers the batch does not divide into, some a schedule does not take
         more += found
-        last = quickest(found)
-        is_quicker = last is not None and last.step_seconds < least
-        if not is_quicker and search.options.method not in BATCH_METHODS:
+        best = quickest(found)
+        misses = 0 if best is not None and best.step_seconds < least else misses + 1
+        least = min(least, math.inf if best is None else best.step_seconds)
+        is_even = best is not None and _share_evenly(best, sizes)
+        if misses and is_even if _cut_only_rows(search.options) else misses >= MISSES:
             break
-        least = min(least, math.inf if last is None else last.step_seconds)
     return more
+
+
+def _cut_only_rows(options: Options) -> bool:
+    return options.methods.issubset(BATCH_METHODS)
+
+
+def _share_evenly(planned: PlannedStep, sizes: Collection[int]) -> bool:
+    """Whether the devices of every stage divide the rows of a microbatch."""
+    count = planned.split.num_microbatches
+    return all(size // count % devices == 0 for size in sizes for devices in _devices(planned))
+
+
+def _devices(planned: PlannedStep) -> set[int]:
+    return {math.prod(stage.mesh) for stage in planned.planned}
+
+
+def _fewer(planned: PlannedStep, sizes: Collection[int]) -> list[int]:
+    """Halves, and the most that leave a multiple of a stage's devices, from many to few."""
+    count, most = planned.split.num_microbatches, max(_devices(planned))
+    rows = math.gcd(*sizes)
+    even = [x for x in range(1, count) if rows % x == 0 and rows // x % most == 0]
+    halves = [count >> n for n in range(1, count.bit_length())]
+    return sorted({*halves, *even[-1:]}, reverse=True)

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jax.extend import core as jex_core
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import Atom, inner_jaxprs, user_source
 from autopar.passes.graph.microbatched import LoopPhase, Task
+from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.graph.scans import ScanParts
-from autopar.passes.primitives.flops import total_flops
 from autopar.passes.sharding.layout import stacked
 from autopar.passes.sharding.scopes import (
     Assigned,
@@ -27,10 +28,10 @@ from autopar.passes.sharding.scopes import (
 from autopar.passes.sharding.strategy_graph import BodyTimes, StrategyGraphBuilder
 from autopar.passes.sharding.sums import accumulating, whole_inside
 
-RARELY = 1 / 1024
-"""How often a branch is counted to run that is not the one with most operations.
+RARELY = 1 / 64
+"""How often a branch is counted to run that is not the longest on one device.
 
-A step takes what its longest branch takes; the others are laid out well too, and hardly count.
+A step takes what its longest branch takes. The others are laid out well too, and hardly count.
 """
 
 
@@ -77,10 +78,10 @@ class ControlFlowBuilder(StrategyGraphBuilder):
         outs: list[list[ScopeValue]] = []
         sliced = self.sliced  # what a branch brings into a layout stays in it
         bodies = inner_jaxprs(eqn)
-        flops = [total_flops(body, self.rules) for body in bodies]
+        longest = max(range(len(bodies)), key=lambda number: self.alone(bodies[number]))
         for number, body in enumerate(bodies):
             env: dict[Var, ScopeValue] = dict(zip(body.invars, values[1:], strict=True))
-            share = 1 if number == flops.index(max(flops)) else RARELY
+            share = 1 if number == longest else RARELY
             within = Scope(body, share * scope.times, scope.microbatch)
             self.sliced = {**sliced}
             self.walk(within, env)
@@ -104,6 +105,18 @@ class ControlFlowBuilder(StrategyGraphBuilder):
             boundaries.append(node)
             results.append(self.assigned(node, layouts, var))
         return Entry("cond", eqn, scopes=tuple(inner), boundaries=tuple(boundaries)), results
+
+    def alone(self, body: Jaxpr) -> float:
+        """What a body takes on one device: a loop's all trips, of branches the longest."""
+        total = 0.0
+        for eqn in body.eqns:
+            if eqn.primitive.name in CONTROL_FLOW:
+                inner = [self.alone(body) for body in inner_jaxprs(eqn)]
+                trips = eqn.params.get("length", 1)
+                total += max(inner) if eqn.primitive.name == "cond" else trips * sum(inner)
+            elif eqn.outvars and not is_barrier(eqn):
+                total += self.pricing.start(eqn) + self.pricing.compute(eqn, self.rules[eqn])
+        return total
 
 
 class _LoopWalk:

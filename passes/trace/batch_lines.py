@@ -41,8 +41,9 @@ def ambiguous(arguments: Sequence[Argument], leaves: Sequence[Leaf]) -> BatchArg
     others = (x for a in arguments for i, _, x in a.arrays() if i not in candidates)
     within = set.intersection(*(set(leaf.shape[1:]) for leaf in leaves))
     within -= {1}.union(*(x.shape for x in others))
-    if len(within) == 1:  # all have it, and no parameter has: data with features first
-        (size,) = within
+    once = {size for size in within if all(x.shape[1:].count(size) == 1 for x in leaves)}
+    if len(once) == 1:  # all have it, and no parameter has: data with features first
+        (size,) = once
         axes = {leaf.index: leaf.shape.index(size, 1) for leaf in leaves}
         choices.insert(0, f"- for {format_examples(size)}: {axes_line(arguments, axes)}")
     return BatchArgumentError(

@@ -60,6 +60,17 @@ def counted(x: Any, w: Any) -> Any:
     return jnp.tanh(x @ w) * ones
 
 
+def over_both(x: Any, w: Any) -> Any:
+    """Sums and statistics over rows of a device and over devices, as one collective."""
+
+    def row(x: Any) -> Any:
+        y, axes = x @ w, ("rows", "data")
+        most = lax.pmax(lax.stop_gradient(y), axes)
+        return (y - lax.pmean(y, axes)) * lax.psum(y, "rows") + most
+
+    return jax.vmap(row, axis_name="rows")(x)
+
+
 def scattered(x: Any, w: Any) -> Any:
     parts = lax.psum_scatter(x @ w, "model", scatter_dimension=1, tiled=True)
     return lax.all_gather(jnp.tanh(parts), "model", axis=1, tiled=True)
@@ -97,6 +108,7 @@ LOCAL: dict[str, Callable[[Any, Any], Any]] = {
 BY_BLOCKS: dict[str, Callable[[Any, Any], Any]] = {
     "in a loop": mapped(counted, (ROWS, SAME), check_vma=False),
     "statistics": mapped(normalized, (ROWS, SAME)),
+    "rows and devices": mapped(over_both, (ROWS, SAME), check_vma=False),
     "a ring": mapped(ring, (ROWS, SAME)),
     "all to all": mapped(exchanged, (ROWS, SAME)),
     "noise": mapped(noisy, (ROWS, SAME)),
