@@ -209,17 +209,15 @@ def test_the_same_request_gives_the_same_plan() -> None:
 
 
 def test_plans_need_no_devices() -> None:
-    shapes = jax.eval_shape(init, jax.random.key(0))
-    plan = autopar.plan(
-        train_step,
-        shapes,
-        BATCH,
-        stages=4,
-        cluster=autopar.Cluster.preset("dgx-h100", nodes=8),
-    )
+    given = train_step, jax.eval_shape(init, jax.random.key(0)), BATCH
+    cluster = autopar.Cluster.preset("dgx-h100", nodes=8)
+    plan = autopar.plan(*given, stages=4, cluster=cluster)
     assert [stage.num_devices for stage in plan.stages] == [16] * 4
-    assert plan.num_microbatches == 16
     assert "4 stages on 4 meshes" in str(plan)
+    # Of a row for each of 16 devices at the most: fewer microbatches than four for each mesh.
+    four_each = autopar.plan(*given, stages=4, cluster=cluster, microbatches=16)
+    assert plan.num_microbatches < 16
+    assert plan.estimates.step_seconds < four_each.estimates.step_seconds
 
 
 def test_state_is_born_on_its_stage_and_donated() -> None:

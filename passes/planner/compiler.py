@@ -212,7 +212,7 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
         except BatchArgumentError:
             # The devices of one mesh are too many for a microbatch; a stage has fewer.
             if options.stages == "auto" and not stages_first:
-                pipelines = automatic_stages(search)
+                pipelines = search.automatic_pipelines()
             pipelines = with_even_shares(pipelines, search.graph, options.method)
             if not pipelines:
                 raise
