@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import rare_calls  # noqa: F401 (its steps are among STEPS then)
 from odd_steps import ONE_MICROBATCH, STEPS
 
 import autopar

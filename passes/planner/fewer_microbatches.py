@@ -56,8 +56,11 @@ def with_fewer_microbatches(
         best = quickest(found)
         misses = 0 if best is not None and best.step_seconds < least else misses + 1
         least = min(least, math.inf if best is None else best.step_seconds)
-        is_even = best is not None and _share_evenly(best, sizes)
-        if misses and is_even if _cut_only_rows(search.options) else misses >= MISSES:
+        if _cut_only_rows(search.options):
+            is_over = misses > 0 and best is not None and _share_evenly(best, sizes)
+        else:
+            is_over = misses >= MISSES
+        if is_over:
             break
     return more
 

@@ -38,12 +38,7 @@ def ambiguous(arguments: Sequence[Argument], leaves: Sequence[Leaf]) -> BatchArg
         own = Counter(leaf.shape[0] for leaf in leaves if leaf.argument == number)
         sizes.append(own.most_common(1)[0][0])
     choices = [f"- for {format_examples(size)}: {line(size)}" for size in dict.fromkeys(sizes)]
-    others = (x for a in arguments for i, _, x in a.arrays() if i not in candidates)
-    within = set.intersection(*(set(leaf.shape[1:]) for leaf in leaves))
-    within -= {1}.union(*(x.shape for x in others))
-    once = {size for size in within if all(x.shape[1:].count(size) == 1 for x in leaves)}
-    if len(once) == 1:  # all have it, and no parameter has: data with features first
-        (size,) = once
+    if size := _shared_later(arguments, leaves):
         axes = {leaf.index: leaf.shape.index(size, 1) for leaf in leaves}
         choices.insert(0, f"- for {format_examples(size)}: {axes_line(arguments, axes)}")
     return BatchArgumentError(
@@ -55,6 +50,18 @@ def ambiguous(arguments: Sequence[Argument], leaves: Sequence[Leaf]) -> BatchArg
         hint="say it, as the in_axes of jax.vmap do (None: no batch), or name whole arguments with "
         "batch_argnums:\n" + "\n".join(choices),
     )
+
+
+def _shared_later(arguments: Sequence[Argument], leaves: Sequence[Leaf]) -> int:
+    """The one size that each leaf has once after its first dimension, and no other argument; or 0.
+
+    Data with features first have their examples so.
+    """
+    indices = {leaf.index for leaf in leaves}
+    others = (x.shape for a in arguments for i, _, x in a.arrays() if i not in indices)
+    shared = set.intersection(*(set(leaf.shape[1:]) for leaf in leaves)) - {1}.union(*others)
+    found = [size for size in shared if all(x.shape[1:].count(size) == 1 for x in leaves)]
+    return found[0] if len(found) == 1 else 0
 
 
 def tell_batch(
