@@ -29,6 +29,7 @@ from autopar.passes.primitives.group_tiles import product_by_parts, product_in_t
 from autopar.passes.primitives.group_tiling import GROUPED, has_parts, tiling_of
 from autopar.passes.primitives.localize import bind_local
 from autopar.passes.sharding.compiler_rules import CPU, RULES, CompilerRules, is_filter_gradient
+from autopar.passes.sharding.fills_in_turn import Fill, fills_in_turn
 from autopar.passes.sharding.kernel_orders import (
     gathered_for_kernels,
     is_kernel,
@@ -132,9 +133,9 @@ class _Device:
         self.by_kernels = read_by_kernels(block, self.rules.grouped)
         of_sums = orders_of_sums(block, self.rules.grouped)
         orders |= of_sums
-        of_sums_by_value = {reads(block.instructions[n])[0]: x for n, x in of_sums.items()}
-        turned |= of_sums_by_value
-        self.orders = of_sums_by_value
+        self.orders = {reads(block.instructions[n])[0]: x for n, x in of_sums.items()}
+        turned |= self.orders
+        fills = fills_in_turn(block, self.mesh, self.rules)
         postponed = after_ties(block, waiting)
         later: dict[int, list[int]] = {}
         for number, after in postponed.items():
@@ -146,7 +147,9 @@ class _Device:
                 self.one(env, block.instructions[place], orders.get(place))
             if number in postponed:
                 continue
-            if isinstance(instruction, Relayout) and instruction.target in as_gathered:
+            if number in fills:
+                self.filled(env, instruction, fills[number])
+            elif isinstance(instruction, Relayout) and instruction.target in as_gathered:
                 env[instruction.target] = self.gathered(env, instruction)
             elif isinstance(instruction, (Relayout, Compute)):
                 self.one(env, instruction, orders.get(number))
@@ -177,6 +180,16 @@ class _Device:
         values = [tie.operand, *tie.results]
         passed = lax.optimization_barrier([env[v] for v in values])
         env.update(zip(values, passed, strict=True))
+
+    def filled(self, env: Env, instruction: Instruction, fill: Fill) -> None:
+        """An instruction that writes into a buffer, which is filled only when it is needed."""
+        assert isinstance(instruction, Compute)
+        constant = self.read(env, fill.constant)
+        first = lax.slice(constant, (0,) * constant.ndim, (1,) * constant.ndim).reshape(())
+        number, env[fill.after] = lax.optimization_barrier((first, env[fill.after]))
+        env[fill.constant] = lax.broadcast(number, constant.shape)
+        self.compute(env, instruction)
+        env[fill.constant] = constant
 
     def read(self, env: Env, version: ShardedValue) -> Any:
         value = self.as_it_lies(env, version)

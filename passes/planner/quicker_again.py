@@ -34,6 +34,7 @@ from autopar.passes.sharding.gathered_twice import gathered_for_both
 from autopar.passes.sharding.restrict import check_batch
 
 WORTH_GATHERING = 0.25  # of what is missing: weights that are gathered for both passes
+WORTH_SOLVING = 0.25  # of what is missing: what computing again spares where that is not enough
 TRIES = 3  # plans between the choice that keeps least and all
 MAY_BE_QUICKER = 1.05  # times what fits: what computes again writes less, and may still be quicker
 
@@ -162,6 +163,9 @@ class QuickerAgain:
         smallest = planned(high)
         if not smallest.fits:  # other shards do, perhaps
             if smallest.peak.bytes > HOPELESS * limit or smallest.least_seconds > self.seconds:
+                return
+            spared = free.peak.bytes - smallest.peak.bytes if free else math.inf
+            if free and spared < WORTH_SOLVING * (free.peak.bytes - limit):
                 return
             known[high] = search(high).within(smallest)
             if not known[high].fits:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
+import numpy as np
+
 from autopar.passes.graph.primitives import ELEMENTWISE
 from autopar.passes.sharding.compiler_rules import IN_PLACE, CompilerRules
 from autopar.passes.sharding.instruction_values import loop_counts
@@ -40,8 +42,9 @@ def filling_numbers(
         if isinstance(instruction, Compute):
             name = instruction.eqn.primitive.name
             if name == "select_n":
-                cases = {filling(v) for v in instruction.operands[1:]}
-                is_constant, number = len(cases) == 1 and None not in cases, next(iter(cases))
+                cases = [filling(v) for v in instruction.operands[1:]]
+                dtype = instruction.results[0].atom.aval.dtype
+                is_constant, number = None not in cases and _is_one(cases, dtype), cases[0]
             else:
                 is_constant = name in plain and all(v in found for v in own)
                 is_filled = name in FILLS and bool(instruction.operands)
@@ -68,6 +71,11 @@ def beginnings(
     else:
         return
     yield from ((r, v) for r, v in pairs if not is_literal(v) and v in constants)
+
+
+def _is_one(numbers: Iterable[Any], dtype: Any) -> bool:
+    """Whether they are the same, as they are written: 0.0 and -0.0 are two."""
+    return len({np.asarray(number, dtype).tobytes() for number in numbers}) == 1
 
 
 def _number(value: Any) -> Any:

@@ -21,6 +21,7 @@ from autopar.passes.sharding.compiler_rules import (
     reads_buffer,
 )
 from autopar.passes.sharding.filling_numbers import beginnings, filling_numbers
+from autopar.passes.sharding.fills_in_turn import fills_in_turn
 from autopar.passes.sharding.heap import (
     SIZE,
     TIME,
@@ -299,6 +300,7 @@ class _Moments:
         found: dict[int, list[ShardedValue]] = defaultdict(list)
         first: dict[Hashable, int] = {}
         copied: dict[Hashable, HeapBuffer] = {}
+        in_turn = fills_in_turn(self.block, self.mesh, self.rules, self.constants)
         for time, instruction in enumerate(self.block.instructions):
             for value, constant in beginnings(instruction, self.constants):
                 self.filling.update(() if constant is None else (constant,))
@@ -308,7 +310,7 @@ class _Moments:
                 if not self.rules.fills_together:
                     is_carried = isinstance(instruction, Loop) and constant is not None
                     found[0] += [value] if is_carried else []
-                elif first.setdefault(like, time) < time:
+                elif first.setdefault(like, time) < time and time not in in_turn:
                     if not self.in_body:
                         found[first[like]].append(value)
                         continue

@@ -1,0 +1,134 @@
+"""Buffers that begin alike are filled one after the other, and hold the same numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.passes.sharding import fills_in_turn as module
+from autopar.passes.sharding import fused_peak
+from autopar.passes.sharding.compiler_rules import CPU, GPU, RULES, TPU
+from autopar.passes.sharding.filling_numbers import filling_numbers
+from autopar.passes.sharding.fills_in_turn import fills_in_turn
+from autopar.passes.sharding.spmd_program import Compute, writes
+from sharding.steps import compiled, graph_of, shaped, sharded
+
+LAYERS, WIDTH, ROWS, MORE = 4, 16, 32, 16
+Layer = Callable[[Any, Any], Any]
+
+
+def sent_to(start: float) -> Layer:
+    """A layer whose rows are put into places that depend on them, and taken out again."""
+
+    def layer(x: Any, w: Any) -> Any:
+        def one(x: Any) -> Any:
+            places = jnp.argsort(x @ w[:, 0]) + 5
+            buffer = jnp.full((len(x) + MORE, w.shape[0]), start)
+            return buffer.at[places].set(x), places
+
+        sent, places = jax.vmap(one)(x)
+        made = jnp.tanh(sent @ w)
+        return jax.vmap(lambda y, p: y[p])(made, places)
+
+    return layer
+
+
+def step_of(layer: Layer) -> Callable[[Any, Any], Any]:
+    def train_step(weights: Any, x: Any) -> Any:
+        def loss_fn(weights: Any) -> Any:
+            y = x
+            for w in weights:
+                y = jax.checkpoint(layer)(y, w)
+            return jnp.mean(jnp.square(y))
+
+        loss, gradients = jax.value_and_grad(loss_fn)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+    return train_step
+
+
+def shapes(layers: int = LAYERS, rows: int = ROWS, width: int = WIDTH) -> Any:
+    return [shaped(width, width)] * layers, shaped(16, rows, width)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LARGE_BYTES", 1)
+
+
+@pytest.mark.parametrize("method", ["data", "zero3"])
+@pytest.mark.parametrize("start", [0.0, 3.0])
+def test_the_numbers_stay(
+    small: None, monkeypatch: pytest.MonkeyPatch, method: str, start: float
+) -> None:
+    fills: list[int] = []
+
+    def noted(*asked: Any) -> Any:
+        found = fills_in_turn(*asked)
+        fills.append(len(found))
+        return found
+
+    monkeypatch.setattr("autopar.runtime.spmd.fills_in_turn", noted)
+    monkeypatch.setitem(RULES, CPU, dataclasses.replace(RULES[CPU], keeps_order=True))
+    random = np.random.default_rng(0)
+    args = jax.tree.map(lambda s: random.normal(size=s.shape).astype(s.dtype), shapes())
+    fn = step_of(sent_to(start))
+    wanted = jax.jit(fn)(*args)
+    found = autopar.compile(fn, *args, method=method, microbatches=1)(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, wanted)
+    assert max(fills) >= LAYERS - 1
+
+
+def test_each_waits_for_what_it_reads(small: None) -> None:
+    program = sharded(compiled(graph_of(step_of(sent_to(0.0)), *shapes()), microbatches=1))
+    found = fills_in_turn(program.block, program.mesh, RULES[GPU])
+    made = {v: t for t, x in enumerate(program.block.instructions) for v in writes(x)}
+    for time, fill in found.items():
+        instruction = program.block.instructions[time]
+        assert isinstance(instruction, Compute)
+        assert fill.constant is instruction.operands[0]
+        assert fill.after in instruction.operands[1:] and made[fill.after] < time
+    assert len({made[fill.after] for fill in found.values()}) >= LAYERS - 1
+    for rules in (RULES[CPU], RULES[TPU]):  # their compilers fill a buffer when it is needed
+        assert not fills_in_turn(program.block, program.mesh, rules)
+
+
+def test_memory_does_not_grow_with_the_number_of_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = autopar.Cluster.preset("dgx-h100")
+
+    def peak(layers: int) -> int:
+        fn, own = step_of(sent_to(0.0)), shapes(layers, 4096, 1024)
+        plan = autopar.plan(fn, *own, cluster=cluster, method="data", microbatches=1)
+        return plan.estimates.peak_bytes_per_device
+
+    more = peak(6) - peak(3)
+    monkeypatch.setattr(fused_peak, "fills_in_turn", lambda *asked: {})
+    at_once = peak(6) - peak(3)
+    buffer = 2 * (4096 + MORE) * 1024 * 4
+    assert at_once - more >= 3 * buffer
+
+
+@pytest.mark.parametrize("start, number", [(0.0, 0.0), (-0.0, None)])
+def test_zeros_of_both_signs_are_not_one_number(start: float, number: float | None) -> None:
+    def fn(mask: Any, x: Any) -> Any:
+        chosen = jnp.where(mask, jnp.full((8, 8), start), jnp.full((8, 8), 0.0))
+        return chosen.at[jnp.arange(8)].add(x)
+
+    graph = graph_of(fn, shaped(8, 8, dtype=bool), shaped(8, 8))
+    block = sharded(compiled(graph, microbatches=1)).block
+    numbers = filling_numbers(block.instructions, RULES[GPU])
+    chosen = [
+        numbers.get(value)
+        for x in block.instructions
+        if isinstance(x, Compute) and x.eqn.primitive.name == "select_n"
+        for value in writes(x)
+        if value.atom.aval.shape == (8, 8)
+    ]
+    assert chosen == [number]
