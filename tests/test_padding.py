@@ -132,6 +132,7 @@ def test_padding_changes_no_program(name: str) -> None:
 
 
 FILL, CLIP = lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.CLIP
+PROMISED = lax.GatherScatterMode.PROMISE_IN_BOUNDS  # XLA clips gathers and drops scatters
 INDICES = np.array([0, 4, -1, 5, 7, 63], np.int32)  # of five rows: some are out of bounds
 
 
@@ -150,6 +151,11 @@ def small_indices(w: Any, x: Any) -> Any:
 CASES: dict[str, Callable[..., Any]] = {
     "gather that fills": looked_up(FILL),
     "gather that clips": looked_up(CLIP),
+    "gather that is promised": looked_up(PROMISED),
+    "scatter that is promised": added(PROMISED),
+    "value of what is set": lambda w, x: jax.value_and_grad(
+        lambda w: jnp.sum(w.at[jnp.array([0, 7])].set(2.0, mode="clip") ** 3)
+    )(w),
     "scatter that drops": added(FILL),
     "scatter that clips": added(CLIP),
     "small indices": small_indices,

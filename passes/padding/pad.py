@@ -314,14 +314,15 @@ def _indices_in_bounds(eqn: JaxprEqn, arrays: Sequence[Any], sizes: Sizes) -> li
     else:
         return arrays
     mode, shape, indices = eqn.params["mode"], eqn.invars[0].aval.shape, arrays[1]
-    promised = mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    clips = {lax.GatherScatterMode.CLIP}
+    if name == "gather":  # XLA clips what was promised to be in bounds and is not
+        clips.add(lax.GatherScatterMode.PROMISE_IN_BOUNDS)
     if max(sizes.values(), default=0) > jnp.iinfo(indices.dtype).max:
         indices = lax.convert_element_type(indices, np.int32)
     for column, dim in enumerate(numbers):
-        if dim not in sizes or dim not in picks or promised:
+        if dim not in sizes or dim not in picks:
             continue
-        is_clipped = mode == lax.GatherScatterMode.CLIP
-        instead = np.array(shape[dim] - 1 if is_clipped else sizes[dim], indices.dtype)
+        instead = np.array(shape[dim] - 1 if mode in clips else sizes[dim], indices.dtype)
         beyond = indices >= np.array(shape[dim], indices.dtype)
         if len(numbers) > 1:
             own = lax.broadcasted_iota(np.int32, indices.shape, indices.ndim - 1) == column
