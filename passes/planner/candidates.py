@@ -194,7 +194,7 @@ def plan_layout(
         asked = split, splitting[0], layout, options, cluster, report
         with contextlib.suppress(MisfitError):
             often = OFTEN_PLANNED if made[0].fits else math.inf
-            first = _plan_stages(*asked, as_in=known, must_fit=made[0].fits, at_most=often)
+            first = _plan_stages(*asked, as_in=known, must_fit=True, at_most=often)
             made += [first, *(_scheduled(first, name, cluster) for name in splitting[1:])]
     stages = range(len(made[0].planned))
     may = tuple(options.of_stage(number).remat in ("auto", "override") for number in stages)

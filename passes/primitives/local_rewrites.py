@@ -179,7 +179,7 @@ def _gather(call: LocalCall) -> list[Any]:
         return call.bind(slice_sizes=sizes)
     # Each place is in one part, which reads it; the others give zero. A filled place is in none,
     # and the first part fills it.
-    operand, indices = call.operands
+    operand, indices = call.operands[0], _counting(call.operands[1])
     places, outside = _global_places(eqn, indices, numbers.start_index_map, shape, slice_sizes)
     held, first = ~outside, outside
     columns = _columns(indices)
@@ -195,6 +195,12 @@ def _gather(call: LocalCall) -> list[Any]:
     batch_dims = tuple(d for d in range(result.ndim) if d not in numbers.offset_dims)
     keep = lax.broadcast_in_dim(held | first, result.shape, batch_dims)
     return [jnp.where(keep, result, jnp.zeros((), result.dtype))]
+
+
+def _counting(indices: Any) -> Any:
+    """Indices in a dtype that counts any dimension: `uint8` does not even say that of 256 rows."""
+    small = jnp.iinfo(indices.dtype).bits < 32
+    return lax.convert_element_type(indices, np.int32) if small else indices
 
 
 def _global_places(
@@ -238,7 +244,7 @@ def _scatter(call: LocalCall) -> list[Any]:
     if not picked:
         return call.bind()
     # Each place is in one part; in the others it is out of bounds, and its update is dropped.
-    operand, indices, updates = call.operands
+    operand, indices, updates = call.operands[0], _counting(call.operands[1]), call.operands[2]
     windows = scatter_windows(numbers, len(shape))
     window = [updates_shape[windows[dim]] if dim in windows else 1 for dim in range(len(shape))]
     dims = numbers.scatter_dims_to_operand_dims

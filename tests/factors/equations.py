@@ -306,11 +306,13 @@ def indexing() -> dict[str, Case]:
     batched = jax.vmap(lambda x, i: x[i])
     segments = jax.vmap(lambda x, i: jax.ops.segment_sum(x, i, 4))
     outside = jnp.array([0, 3, 7, 8, -1, -9, 20, 5])
+    of_bytes = jnp.array([0, 75, 150, 255], np.uint8)
     updates = f32(8, 4)
     cases: dict[str, Case] = {}
     for mode in ("clip", "fill"):
         cases[f"take {mode}"] = (take_mode(mode), (f32(8, 4), outside))
         cases[f"take int {mode}"] = (take_mode(mode), (ints(8, 4), outside))
+        cases[f"take by bytes {mode}"] = (take_mode(mode), (f32(304, 2), of_bytes))
     for name in ("set", "add", "mul", "min", "max"):
         for mode in ("clip", "drop", "promise_in_bounds"):
             indices = ints(8, high=8) if mode == "promise_in_bounds" else outside
@@ -329,6 +331,10 @@ def indexing() -> dict[str, Case]:
         return table[tokens]
 
     return cases | {
+        "rows by bytes": (
+            lambda x, i: jax.vmap(lambda i: lax.dynamic_index_in_dim(x, i, keepdims=False))(i),
+            (f32(304, 2), of_bytes),
+        ),
         "take fill value": (take_mode("fill", fill_value=7), (ints(8, 4), outside)),
         "take bool": (take_mode("fill"), (bools(8, 4), outside)),
         "take promised": (lambda x, i: x.at[i].get(mode="promise_in_bounds"), (f32(8, 4), ints(4))),
