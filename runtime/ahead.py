@@ -129,4 +129,6 @@ def compile_with(
 
 def _is_small(leaf: Any) -> bool:
     """Whether an array's elements have fewer than eight bits."""
-    return bool(jnp.issubdtype(leaf.dtype, jnp.integer)) and jnp.iinfo(leaf.dtype).bits < 8
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+        return bool(jnp.iinfo(leaf.dtype).bits < 8)
+    return bool(jnp.issubdtype(leaf.dtype, jnp.floating)) and jnp.finfo(leaf.dtype).bits < 8

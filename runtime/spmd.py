@@ -56,6 +56,7 @@ from autopar.passes.sharding.turned_sums import turned_sums
 from autopar.passes.sharding.waiting import Tie
 from autopar.runtime.all_reduce import all_reduce
 from autopar.runtime.matrices import one_by_one
+from autopar.runtime.sent_numbers import as_sent, is_sent_otherwise
 from autopar.runtime.turned_arrays import TurnedArray
 
 Env = dict[ShardedValue, Any]
@@ -350,9 +351,8 @@ class _Device:
         return lax.transpose(result, tuple(map(order.index, range(len(order)))))
 
     def step(self, step: ReshardStep, value: Any) -> Any:
-        if is_key(value.dtype):  # collectives carry the numbers that a typed key wraps
-            data = self.step(step, jax.random.key_data(value))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+        if is_sent_otherwise(value.dtype):
+            return as_sent(value, functools.partial(self.step, step))
         if step.kind in HOST_COPIES:
             to_host = step.kind == "to-host"
             space = jax.memory.Space.Host if to_host else jax.memory.Space.Device

@@ -300,6 +300,27 @@ def int4_weights() -> Made:
 
 
 @step
+def small_numbers_that_move() -> Made:
+    """Elements of two and four bits, which the next step has in other places."""
+
+    def train_step(state: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            signs = state["signs"].astype(jnp.float32) - state["halves"].astype(jnp.float32)
+            return jnp.mean(jnp.tanh((x * signs) @ w) ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(state["w"])
+        moved = {name: jnp.roll(state[name], 1, axis=0) for name in ("signs", "halves")}
+        return {"w": state["w"] - 0.1 * gradient, **moved}, value
+
+    state = {
+        "w": floats(8, 8),
+        "signs": jnp.asarray(integers(2, 16, 8)).astype(jnp.int2),
+        "halves": jnp.asarray(integers(3, 16, 8) / 2).astype(jnp.float4_e2m1fn),
+    }
+    return train_step, (state, floats(16, 8))
+
+
+@step
 def int8_products() -> Made:
     @jax.custom_vjp
     def matmul(x: Any, w: Any) -> Any:
