@@ -95,7 +95,8 @@ def _called(eqn: JaxprEqn, given: Sequence[Blocks]) -> tuple[JaxprEqn, list[Bloc
         values = whole if mapped else given
         program = _OnWholeArrays(body, sizes, mapped, [x.cuts for x in values], outs)
         try:
-            traced = jax.make_jaxpr(program)(*[_struct(x.array) for x in values])
+            with source_infos.unscoped(eqn.source_info):  # of what its parts are put together by
+                traced = jax.make_jaxpr(program)(*[_struct(x.array) for x in values])
             break
         except NotWholeError as error:
             left = [name for name in sizes if name in used - {*mapped}]

@@ -208,6 +208,14 @@ def test_a_step_that_is_itself_a_pmap_is_refused_where_it_is_defined() -> None:
     assert "test_shard_maps.py:" in str(caught.value.where)
 
 
+def test_rows_that_devices_exchange_are_refused_in_microbatches_at_their_line() -> None:
+    """What puts the parts of all devices together is the user's line, too."""
+    exchanged = mapped(ring, (ROWS, SAME), check_vma=False)
+    with pytest.raises(autopar.errors.InexactMicrobatchError) as caught:
+        autopar.plan(step_with(exchanged), PARAMS, X, microbatches=4)
+    assert "test_shard_maps.py:" in str(caught.value.where)
+
+
 def test_what_a_body_prints(capfd: pytest.CaptureFixture[str]) -> None:
     def body(x: Any, w: Any) -> Any:
         jax.debug.print("rows {}", x.shape[0] + w[0, 0])
