@@ -4,7 +4,9 @@
 what an iteration begins with. Results of equations of the two bodies are equal where primitive,
 params and operands are (value numbering: Alpern, Wegman and Zadeck, 1988): the same constant,
 slices of the same array, what the forward body stacked and the backward body has a slice of. What
-is made of nothing, as masks are, JAX takes out of a forward scan, but not out of a checkpoint.
+is made of nothing, as masks are, or of constants of the loop alone, JAX takes out of a forward
+scan, but not out of a checkpoint: the backward body computes from what is outside what has its
+equal there.
 """
 
 from __future__ import annotations
@@ -39,6 +41,28 @@ class OfNothing(NamedTuple):
         for eqn in eqns:
             numbers.name_of_nothing(eqn, names)
         return cls(numbers.first, names)
+
+
+class Outside(NamedTuple):
+    """What a scope has computed before a scan.
+
+    Args:
+      nothing: what all of its equations make of numbers alone.
+      first: of all equations before the scan, the first of equal ones.
+      names: for each of their results the first one that has its value.
+    """
+
+    nothing: OfNothing
+    first: Mapping[Hashable, JaxprEqn]
+    names: Mapping[Var, Atom]
+
+    @classmethod
+    def before(cls, eqns: Sequence[JaxprEqn], nothing: OfNothing) -> Outside:
+        """Of the equations before the scan, in order."""
+        numbers, names = _Numbering(OfNothing({}, {})), {**nothing.names}
+        for eqn in eqns:
+            numbers.name(eqn, names)
+        return cls(nothing, numbers.first, {**names, **nothing.names})
 
 
 class _Numbering:
@@ -96,12 +120,12 @@ class ComputedBefore:
     Args:
       forward: the scan that stacks.
       backward: the scan that reads.
-      outside: what the scope of both makes of nothing.
+      outside: what the scope of both has computed before.
     """
 
     forward: JaxprEqn
     backward: JaxprEqn
-    outside: OfNothing
+    outside: Outside
 
     @cached_property
     def _loops(self) -> tuple[LoopPhase, LoopPhase]:
@@ -113,8 +137,23 @@ class ComputedBefore:
 
         Two scans may have one body, so a variable of the backward body is nothing without a name.
         """
+        return {v: same for v, same in self._found.items() if same not in self._made_outside}
+
+    @cached_property
+    def before(self) -> Mapping[Var, Var]:
+        """What the backward body computes of constants alone, and the scope's variables for it."""
+        return {v: same for v, same in self._found.items() if same in self._made_outside}
+
+    @cached_property
+    def _made_outside(self) -> set[Var]:
+        return {var for eqn in self.outside.first.values() for var in eqn.outvars}
+
+    @cached_property
+    def _found(self) -> Mapping[Var, Var]:
+        """What the backward body computes again, and where it was computed first."""
         first, second = self._loops
-        numbers = _Numbering(self.outside)
+        numbers = _Numbering(self.outside.nothing)
+        outside = _Numbering(OfNothing(self.outside.first, {}))
         names: dict[Var, Atom] = {}
         given: dict[tuple[Var, bool], Atom] = {}
         for inner, outer, sliced in self._inputs(first):
@@ -122,7 +161,7 @@ class ComputedBefore:
                 names[inner] = outer
                 continue
             is_nothing = outer in numbers.nothing
-            own: Atom = outer if is_nothing and not sliced else inner
+            own: Atom = inner if sliced else outer
             names[inner] = given.setdefault((outer, sliced), own)
             if is_nothing:
                 numbers.nothing.update(variables([names[inner]]))
@@ -138,16 +177,18 @@ class ComputedBefore:
                 known[inner] = stacks[outer]
             elif (outer, sliced) in given:
                 known[inner] = given[outer, sliced]
-            elif outer in numbers.nothing and not sliced:
+            elif not sliced:
                 known[inner] = outer
-        again: dict[Var, Var] = {}
+        found: dict[Var, Var] = {}
         for eqn in second.body.eqns:
             if not all(var in known for var in variables(eqn.invars)):
                 continue
-            if not numbers.name_of_nothing(eqn, known) and numbers.name_again(eqn, known):
+            if numbers.name_of_nothing(eqn, known):
+                continue
+            if numbers.name_again(eqn, known) or outside.name_again(eqn, known):
                 results = (v for v in eqn.outvars if not isinstance(v, DropVar))
-                again.update((v, same) for v in results if isinstance(same := known[v], Var))
-        return again
+                found.update((v, same) for v in results if isinstance(same := known[v], Var))
+        return found
 
     def _inputs(self, loop: LoopPhase) -> list[tuple[Var, Atom, bool]]:
         """What a body is given that it does not carry: the value outside, and whether a slice."""
@@ -165,7 +206,7 @@ class ComputedBefore:
           read: what others than the backward scan read of the forward scan.
         """
         first, second = self._loops
-        left = [eqn for eqn in second.body.eqns if self.again.keys().isdisjoint(eqn.outvars)]
+        left = [eqn for eqn in second.body.eqns if self._found.keys().isdisjoint(eqn.outvars)]
         leaving = [item.result for item in second.accumulators]
         leaving += [atom for atom, _ in second.stacks]
         happening = [atom for eqn in left if eqn.effects for atom in eqn.invars]
@@ -179,8 +220,15 @@ class ComputedBefore:
         )
         stack_of = {atom: outer for atom, outer in first.stacks if isinstance(atom, Var)}
         slice_of = {outer: inner for inner, outer in slices if isinstance(outer, Var)}
+        const_of = {outer: inner for inner, outer in consts if isinstance(outer, Var)}
         there: dict[Var, Atom] = {}
         for var in reads:
+            if var in self.before:
+                outer = self.before[var]
+                if outer not in const_of:
+                    const_of[outer] = var
+                    consts.append((var, outer))
+                there[var] = const_of[outer]
             if var in self.again:
                 same = self.again[var]
                 outer = stack_of.setdefault(same, stacked(same, self.forward.params["length"]))

@@ -17,7 +17,7 @@ from autopar.passes.graph.graph import (
     variables,
     with_jaxpr,
 )
-from autopar.passes.recompute.computed_before import ComputedBefore, OfNothing
+from autopar.passes.recompute.computed_before import ComputedBefore, OfNothing, Outside
 from autopar.passes.recompute.scan_stacks import scan_pairs
 
 
@@ -61,8 +61,9 @@ def _with_whole_stacks(
     pairs = [(number, reader) for number, reader, _ in scan_pairs(eqns, results, given)]
     if not pairs:
         return eqns
-    outside, readers, eqns = OfNothing.of(eqns), readers_of(eqns), [*eqns]
+    nothing, readers, eqns = OfNothing.of(eqns), readers_of(eqns), [*eqns]
     for number, reader in pairs:
+        outside = Outside.before(eqns[:number], nothing)
         computed = ComputedBefore(eqns[number], eqns[reader], outside)
         if computed.again:
             others = {v for v in eqns[number].outvars if readers.get(v, [reader]) != [reader]}
