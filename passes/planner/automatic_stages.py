@@ -158,7 +158,8 @@ class AutomaticStages:
             waiting.remove(first)
             assert first.first is not None
             asked = first.search, first.first, self.limit, self._planner(first.split)
-            planned = pipelines_within(*asked, must_fit=best < math.inf)
+            is_known = best < math.inf or bool(self.search.known.misfits)  # what is missing
+            planned = pipelines_within(*asked, must_fit=is_known)
             made += planned
             if any(candidate.fits for candidate in planned):
                 promised = min(promised, first.promise)

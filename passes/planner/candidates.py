@@ -285,13 +285,30 @@ def _plan_stages(
     sizes = [layout.devices[number % meshes] for number in range(len(stages.graphs))]
     alike = first_alike(label_batch(stages), sizes, options)
     stages = with_shared_programs(stages, alike)
-    planned: list[PlannedStage] = []
-    for number, stage in enumerate(label_batch(stages)):
-        like, part = alike[number], parts[number % len(parts)]
-        place = PlaceInPipeline.under(schedule, number, stage, must_fit)
+    labelled, planned = label_batch(stages), list[PlannedStage]()
+
+    def asked(number: int) -> tuple[PlaceInPipeline, Options, Cluster]:
         own = options.of_stage(number)
         if number in limits:
             own = replace(own, memory_limit=limits[number])
+        place = PlaceInPipeline.under(schedule, number, labelled[number], must_fit)
+        return place, own, parts[number % len(parts)]
+
+    def plan_as_expected(number: int) -> PlannedStage:
+        report(f"planning stage {number + 1} of {len(stages.graphs)}")
+        expected = layout.expected[number] if layout.expected else {}
+        found = plan_stage(*asked(number), expected, bool(layout.casts) and layout.casts[number])
+        if must_fit and not found.fits:
+            raise MisfitError(found.peak.bytes)
+        return found
+
+    # The last stage has no equal, and the vocabulary: it tells soonest that stages need too much.
+    end = len(labelled) - 1
+    is_first = must_fit and as_in is None and 0 < end == alike[end].number
+    last = plan_as_expected(end) if is_first else None
+    for number, stage in enumerate(labelled):
+        like = alike[number]
+        place, own, part = asked(number)
         if like.number < number and schedule.at_once[like.number] == schedule.at_once[number]:
             known = taken_over(planned[like.number], stage, like.names)
             fitting = _elsewhere(known, place, own, cluster)
@@ -301,18 +318,14 @@ def _plan_stages(
             at_most -= 1
             if at_most < 0:
                 raise MisfitError(known.peak.bytes)
-        report(f"planning stage {number + 1} of {len(stages.graphs)}")
         if as_in is not None:
+            report(f"planning stage {number + 1} of {len(stages.graphs)}")
             planned.append(plan_free(place, own, part, as_in.planned[number].mesh))
             if not planned[-1].fits:
                 report(f"stage {number + 1} does not fit with its backward pass divided")
                 raise MisfitError(planned[-1].peak.bytes)
             continue
-        expected = layout.expected[number] if layout.expected else {}
-        casts = bool(layout.casts) and layout.casts[number]
-        planned.append(plan_stage(place, own, part, expected, casts))
-        if must_fit and not planned[-1].fits:
-            raise MisfitError(planned[-1].peak.bytes)
+        planned.append(last if last is not None and number == end else plan_as_expected(number))
     remat = tuple(stage.remat for stage in planned)
     limit = memory_limit_of(options, cluster)
     graphs = (p.split.stage(stage) for p, stage in zip(planned, stages.graphs, strict=True))

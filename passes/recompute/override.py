@@ -17,6 +17,10 @@ from autopar.passes.graph.graph import (
     variables,
     with_jaxpr,
 )
+from autopar.passes.recompute.attention_statistics import (
+    with_statistics,
+    without_unread_statistics,
+)
 from autopar.passes.recompute.computed_before import ComputedBefore, OfNothing, Outside
 from autopar.passes.recompute.scan_stacks import scan_pairs
 
@@ -27,7 +31,8 @@ def without_checkpoints(graph: Graph) -> Graph:
     A backward scan computes again what the forward scan has computed in another loop: here the
     forward scan stacks what the derivatives read, as it would without `jax.checkpoint`.
     """
-    return with_jaxpr(graph, _without(graph.jaxpr))
+    jaxpr = _without(with_statistics(graph.jaxpr))
+    return with_jaxpr(graph, without_unread_statistics(jaxpr))
 
 
 def _without(jaxpr: Jaxpr) -> Jaxpr:
