@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autopar.absent_devices import capability_of
 from autopar.base.cluster import Cluster
@@ -15,6 +15,9 @@ from autopar.building import plan_traced, trace_step
 from autopar.report.scaling_report import ScaledStep, Scaling
 from autopar.requests import ClusterOrName, make_request, name_of, read_arguments
 from autopar.shown_options import shows_options
+
+if TYPE_CHECKING:
+    from autopar.passes.trace.trace import Traced
 
 
 @shows_options
@@ -27,8 +30,8 @@ def scaling(
     """Plan a step for several clusters: step, throughput, efficiency and memory side by side.
 
     It is a function and no method of a plan, because a plan has no program and could only be
-    stretched: here the step is traced once, and planned anew for every cluster, with the same
-    arguments, so with the same batch.
+    stretched: here the step is traced once for each kind of device, and planned anew for every
+    cluster, with the same arguments, so with the same batch.
 
     Args:
       fn: as for `autopar.plan`.
@@ -66,15 +69,23 @@ def scaling(
     with Progress(
         f"planning {name_of(fn)} for {len(found)} clusters", request.progress
     ) as progress:
-        # What the oldest of GPUs can do, all can; JAX remembers what was traced.
-        gpus = [each for each in asked if capability_of(each.device.name)]
-        oldest = min(gpus or asked, key=lambda each: capability_of(each.device.name))
-        traced = trace_step(fn, args, kwargs, request, oldest, progress)
+        traced: dict[str, Traced | TraceError] = {}
+        for kind, cluster in _oldest(asked).items():
+            try:
+                traced[kind] = trace_step(fn, args, kwargs, request, cluster, progress)
+            except TraceError as error:
+                traced[kind] = error
+        wrong = [each for each in traced.values() if isinstance(each, TraceError)]
+        if len(wrong) == len(traced):
+            raise wrong[0]
         for cluster in asked:
-            started = time.monotonic()
+            started, own = time.monotonic(), traced[_kind(cluster)]
+            if isinstance(own, TraceError):
+                rows.append(ScaledStep(cluster, None, own))
+                continue
             try:
                 progress.report(f"planning for {cluster.num_devices} devices")
-                made = plan_traced(traced, request, cluster, None, progress).plan
+                made = plan_traced(own, request, cluster, None, progress).plan
             except TraceError:
                 raise
             except KeyboardInterrupt:
@@ -89,3 +100,18 @@ def scaling(
                 if made.interrupted and seconds < (request.options.planning_time_limit or math.inf):
                     return Scaling(tuple(rows), interrupted=True)  # by Ctrl-C
     return Scaling(tuple(rows))
+
+
+def _oldest(clusters: Sequence[Cluster]) -> dict[str, Cluster]:
+    """By kinds of devices, the cluster for which a step is traced: what the oldest can, all can."""
+    found = dict[str, Cluster]()
+    for cluster in clusters:
+        other = found.setdefault(_kind(cluster), cluster)
+        if capability_of(cluster.device.name) < capability_of(other.device.name):
+            found[_kind(cluster)] = cluster
+    return found
+
+
+def _kind(cluster: Cluster) -> str:
+    """What devices have in common whose programs are traced alike: GPUs with cuDNN's attention."""
+    return "gpu" if capability_of(cluster.device.name) else cluster.device.name

@@ -191,6 +191,36 @@ def test_what_contradicts_itself_is_named(edit: Edit, message: str, tmp_path: Pa
     assert re.search(message, text), text
 
 
+def _stage(**changed: Any) -> Edit:
+    return lambda plain: plain["stages"][0].update(changed)
+
+
+def _renamed(plain: dict[str, Any]) -> None:
+    plain["inputs"][0]["path"] += "_0"
+
+
+FIXED: dict[str, tuple[Edit, str]] = {
+    "layers": (_stage(layers=[0, 2]), "stages"),
+    "mesh": (_stage(mesh=1), "stages"),
+    "remat": (_stage(remat="full"), "stages"),
+    "stages of a leaf": (lambda plain: _leaf(plain, UP).update(stages=[1]), "stages"),
+    "boundaries": (lambda plain: plain["pipeline"].update(boundaries=[2]), "stages"),
+    "microbatches": (lambda plain: plain.update(num_microbatches=2), "microbatches"),
+    "a leaf's name": (_renamed, "leaves"),
+    "a leaf less": (lambda plain: plain["inputs"].pop(0) and None, "leaves"),
+    "nodes": (lambda plain: plain["cluster"].update(num_nodes=2), "cluster"),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_what_all_else_follows_from_is_not_edited(name: str, tmp_path: Path) -> None:
+    edit, part = FIXED[name]
+    with pytest.raises(autopar.errors.PlanMismatchError) as caught:
+        _edited(tmp_path, edit, stages=2, microbatches=4)
+    assert f"of its {part} was edited" in str(caught.value)
+    assert "plan again" in str(caught.value)
+
+
 def test_an_edit_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     def edit(plain: dict[str, Any]) -> None:
         for leaf in plain["inputs"]:

@@ -337,7 +337,7 @@ def test_what_a_plan_computes_again_is_not_edited(tmp_path: Path) -> None:
     plain = json.loads(plan.to_json())
     plain["recomputation"] = None
     (tmp_path / "plan.json").write_text(json.dumps(plain), encoding="utf-8")
-    with pytest.raises(autopar.errors.PlanMismatchError, match="computes again was edited"):
+    with pytest.raises(autopar.errors.PlanMismatchError, match="its recomputation was edited"):
         autopar.compile(measured, params, x, **ASKED, remat="full", plan=tmp_path / "plan.json")
 
 

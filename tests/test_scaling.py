@@ -118,3 +118,20 @@ def test_an_interrupt_before_any_plan_goes_on(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Progress, "report", report)
     with pytest.raises(KeyboardInterrupt):
         _scaling((1, 4), (1, 8))
+
+
+def test_a_kind_of_device_that_cannot_run_the_step_has_a_reason() -> None:
+    """cuDNN has no attention for V100s; those of newer GPUs are planned all the same."""
+
+    def attention(q: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(q, q, q, implementation="cudnn")
+
+    q = jax.ShapeDtypeStruct((64, 128, 8, 64), jnp.bfloat16)
+    names = ["1x8 v100", "1x8 h100", "1x8 a100"]
+    for clusters in (names, names[::-1]):
+        rows = autopar.scaling(attention, q, clusters=clusters).rows
+        found = {row.cluster.device.name.split()[0]: row for row in rows}
+        assert found["H100"].plan is not None and found["A100"].plan is not None
+        assert found["V100"].plan is None and "cudnn" in str(found["V100"].error)
+    with pytest.raises(autopar.errors.TraceError, match="cudnn"):
+        autopar.scaling(attention, q, clusters=["1x8 v100", "2x8 v100"])

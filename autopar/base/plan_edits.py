@@ -5,12 +5,27 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
+from autopar.base.errors import PlanMismatchError
 from autopar.base.plan_records import PlanRecord, Spec, StagePlan, TensorPlan
 from autopar.base.records import dump_json
 
+FIXED = {
+    "leaves": "plan again for these arguments",
+    "stages": "plan again with stages=[autopar.Stage(layers=..., ...), ...], remat= or "
+    "logical_mesh=",
+    "microbatches": "plan again with microbatches=",
+    "cluster": "plan again with cluster=",
+    "recomputation": "plan again with remat= or memory_limit=",
+}
+"""The parts that all else in a plan follows from, and what to do instead of editing them."""
+
 
 def digests(plan: PlanRecord) -> dict[str, str]:
-    """A short digest of each part that an edited plan is followed by; `Plan.written` keeps them."""
+    """A short digest of each part of a plan that its file may say otherwise; `Plan.written` keeps.
+
+    An edited plan is followed by its pins, inputs, outputs and strategies; what is `FIXED` is not
+    changed by editing it.
+    """
 
     def specs(tensors: Iterable[TensorPlan]) -> object:
         return [
@@ -21,7 +36,16 @@ def digests(plan: PlanRecord) -> dict[str, str]:
     def choices(stage: StagePlan) -> object:
         return [[item.node, item.choice] for item in stage.strategies]
 
+    tensors = (*plan.inputs, *plan.outputs)
     parts = {
+        "stages": [
+            [[x.layers, x.mesh, x.num_devices, x.logical_mesh, x.remat] for x in plan.stages],
+            [x.stages for x in tensors],
+            None if plan.pipeline is None else plan.pipeline.boundaries,
+        ],
+        "microbatches": plan.num_microbatches,
+        "leaves": [[x.path, x.shape, x.dtype] for x in tensors],
+        "cluster": [plan.cluster.get(name) for name in ("num_nodes", "devices_per_node")],
         "pins": plan.options.get("pins", {}),
         "inputs": specs(plan.inputs),
         "outputs": specs(plan.outputs),
@@ -38,6 +62,18 @@ def edited_parts(plan: PlanRecord) -> frozenset[str]:
     """The names of the parts that are not as they were written; none of a plan without digests."""
     now = digests(plan)
     return frozenset(name for name, digest in plan.written.items() if now.get(name) != digest)
+
+
+def check_edits(plan: PlanRecord) -> None:
+    """Raises a `PlanMismatchError` where a part was edited that all else follows from."""
+    edited = edited_parts(plan)
+    for name, instead in FIXED.items():
+        if name in edited:
+            raise PlanMismatchError(
+                f"What a plan's file says of its {name} was edited.",
+                why="all else in the plan was chosen for that, and is not chosen anew.",
+                hint=f"{instead}; pins, specs and strategies may be edited.",
+            )
 
 
 def layout_of(spec: Spec, memory: str = "device") -> str:

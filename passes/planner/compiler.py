@@ -38,7 +38,7 @@ from autopar.base.errors import (
     PlanMismatchError,
 )
 from autopar.base.options import Options
-from autopar.base.plan_edits import edited_parts
+from autopar.base.plan_edits import check_edits, edited_parts
 from autopar.base.rare_collections import rare_collections
 from autopar.base.units import format_examples
 from autopar.base.user_code import warn_at_call
@@ -120,6 +120,7 @@ def compile_graph(
     check_offload(graph, options.offload, cluster)
     if plan is not None:
         asked = options.to_dict()
+        check_edits(plan)
         plan.require(program_hash=program_hash, options=asked, leaves=leaf_types(graph))
         is_pipeline = len(plan.stages) > 1
         keeps, again = plan.later_loops == "keep", plan.recomputation

@@ -55,12 +55,6 @@ def follow_edited(
       PinError: a pin is impossible, or contradicts another.
     """
     edited = edited_parts(plan)
-    if "recomputation" in edited:
-        raise PlanMismatchError(
-            "What the plan computes again was edited.",
-            why="it follows from the memory that the plan was made for.",
-            hint="plan again with remat= or memory_limit=; specs and pins may be edited.",
-        )
     report(f"the plan's {', '.join(sorted(edited))} were edited: planning with what is written")
     if "strategies" in edited:
         _check_strategies(plan)

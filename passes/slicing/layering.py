@@ -3,9 +3,9 @@
 Between two heavy equations there is one place where the program may be cut: where the fewest bytes
 are alive (the last such place, so that a convolution keeps its norm). Of these places those are
 dropped that lie next to a clearly cheaper one, if they are not the ends of what `jax.checkpoint`
-computes again; inside of such a block what crosses counts twice, for it is kept as well. A dynamic
-program over the remaining places balances the layers' FLOPs, forward plus backward, against what
-crosses. A scan over layers may be cut between its iterations.
+computes again, or of an iteration; inside of such a block what crosses counts twice, for it is kept
+as well. A dynamic program over the remaining places balances the layers' FLOPs, forward plus
+backward, against what crosses. A scan over layers may be cut between its iterations.
 """
 
 from __future__ import annotations
@@ -226,11 +226,16 @@ def _places(parts: Anatomy, chain: _Chain) -> tuple[list[int], list[int]]:
 
 
 def _cheap_places(chain: _Chain, places: Sequence[int], front: Sequence[int]) -> list[int]:
-    """Without those that lie next to a clearly cheaper one, but for the ends of blocks."""
+    """Without those that lie next to a clearly cheaper one.
+
+    But for the ends of blocks, and of iterations: what layers of a scan are given crosses each of
+    them, and is no reason to keep some together.
+    """
     until, has_blocks = chain.until, any(chain.again)
     kept: list[int] = []
     for place in sorted((*places, *front), key=lambda place: (chain.bytes_at(place), place)):
         is_end = has_blocks and not chain.again[place - 1]
+        is_end = is_end or chain.entries[place - 1][0] == chain.entries[place][0]
         if is_end or not any(
             abs(until[other] - until[place]) < _NEAR * until[-1]
             and chain.bytes_at(other) * _FEWER < chain.bytes_at(place)
