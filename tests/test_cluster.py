@@ -326,6 +326,9 @@ def test_switches_may_be_oversubscribed() -> None:
     ("field", "value", "message"),
     [
         ("oversubscription", 0.5, "oversubscription is less than 1"),
+        ("oversubscription", 4.0, "4, and nodes_per_switch is 0: all nodes are joined by one"),
+        ("collective_seconds", float("nan"), "collective_seconds is nan, no finite number"),
+        ("collective_seconds", -1.0, "collective_seconds is -1.0, negative"),
         ("devices_per_card", 0, "devices_per_card is 0"),
         ("pair_bandwidth", [[0.0, 1.0]], "not 8 rows"),
         ("pair_bandwidth", [[-1.0] * 8] * 8, "negative"),

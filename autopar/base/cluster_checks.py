@@ -25,13 +25,19 @@ def impossible_numbers(cluster: Any) -> list[str]:
     seconds += numbers("process_bandwidth", "host_bandwidth", "host_memory_bytes")
     problems = [f"{name} is {n}, less than 1" for name, n in counts if n < 1]
     problems += [f"{name} is {x}, not positive" for name, x in rates if not 0 < x < math.inf]
-    problems += [f"{name} is {x}, negative" for name, x in seconds if not 0 <= x < math.inf]
+    problems += [f"{name} is {x}, negative" for name, x in seconds if x < 0]
+    problems += [f"{name} is {x}, no finite number" for name, x in seconds if not x < math.inf]
     if not 0 < device.max_efficiency <= 1:
         problems.append(f"device.max_efficiency is {device.max_efficiency}, not in (0, 1]")
     if not set(FLOATS) & set(device.peak_flops):
         problems.append(f"device.peak_flops has none of {', '.join(FLOATS)}")
     if cluster.oversubscription < 1 or cluster.nodes_per_switch < 0:
         problems.append("oversubscription is less than 1, or nodes_per_switch less than 0")
+    elif cluster.oversubscription > 1 and not cluster.nodes_per_switch:
+        problems.append(
+            f"oversubscription is {cluster.oversubscription:g}, and nodes_per_switch is 0: all "
+            "nodes are joined by one switch"
+        )
     for name in ("overlap", "device.memory_fraction", "device.row_share"):
         share = operator.attrgetter(name)(cluster)
         if not 0 <= share <= 1 or (share == 0 and name != "overlap"):

@@ -14,6 +14,7 @@ from autopar.base.options import Options
 from autopar.base.transfer_costs import is_compact, places_of
 from autopar.passes.graph.graph import Graph, batch_sizes
 from autopar.passes.sharding.constraint_axes import most_kept
+from autopar.passes.sharding.pins import are_possible
 from autopar.passes.slicing.stage_graphs import StageParts
 
 # Meshes of three axes have ten times as many strategies: they are planned when it is asked for.
@@ -161,7 +162,8 @@ def logical_meshes(
 ) -> tuple[tuple[int, ...], ...]:
     """Logical shapes to consider for a stage's mesh, or for that of the whole step.
 
-    Where the program holds sharding constraints: those that can keep the most of them.
+    Where the program holds sharding constraints: those that can keep the most of them. Where leaves
+    are pinned: those that divide them so, if any do.
 
     Raises:
       OptionError: the asked one does not have the devices or the method's number of axes.
@@ -179,6 +181,7 @@ def logical_meshes(
             return most_kept(graph.jaxpr, part.logical_meshes(), part.logical_meshes(MAX_AXES))
         meshes = part.logical_meshes(*(() if "z" in pinned else (MAX_AXES,)))
         meshes = tuple(m for m in meshes if pinned <= set(axis_names(m))) or meshes
+        meshes = tuple(m for m in meshes if are_possible(graph, options.pins, m)) or meshes
         return most_kept(graph.jaxpr, meshes, meshes)
     if options.method == "hsdp" and len(asked) != 2:
         raise OptionError(

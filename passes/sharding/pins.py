@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from autopar.base.cluster import axis_names
 from autopar.base.errors import PinError
 from autopar.base.units import without_rows
 from autopar.passes.graph.graph import Atom, Graph
@@ -44,7 +45,7 @@ def resolve_pins(
     graph: Graph,
     pins: Sequence[tuple[str, tuple[tuple[str, ...], ...]]],
     mesh: tuple[int, ...],
-    axis_names: tuple[str, ...],
+    names: tuple[str, ...],
 ) -> Pins:
     """The layout that each pinned input or output must have.
 
@@ -56,7 +57,7 @@ def resolve_pins(
     found: dict[tuple[str, int], tuple[Layout, str]] = {}
     for pattern, spec in pins:
         for leaf in _pinned(graph, pattern):
-            layout = _pinned_layout(leaf, pattern, spec, mesh, axis_names)
+            layout = _pinned_layout(leaf, pattern, spec, mesh, names)
             known, other = found.setdefault((leaf.kind, leaf.index), (layout, pattern))
             if known != layout:
                 raise PinError(
@@ -70,6 +71,17 @@ def resolve_pins(
             for kind in ("inputs", "outputs")
         )
     )
+
+
+def are_possible(
+    graph: Graph, pins: Sequence[tuple[str, tuple[tuple[str, ...], ...]]], mesh: tuple[int, ...]
+) -> bool:
+    """Whether every pinned input and output can lie so on a mesh."""
+    try:
+        resolve_pins(graph, pins, mesh, axis_names(mesh))
+    except PinError:
+        return False
+    return True
 
 
 def check_pins(graph: Graph, pins: Sequence[tuple[str, Any]]) -> None:

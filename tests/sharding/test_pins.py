@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -22,6 +24,7 @@ from sharding.steps import (
     linear_step,
     momentum_shapes,
     momentum_step,
+    shaped,
     sharded,
 )
 
@@ -131,3 +134,18 @@ def test_a_pin_of_what_replaces_an_input_is_one_of_the_input() -> None:
     graph = graph_of(linear_step, *linear_shapes())
     found = resolve_pins(graph, [(graph.outputs[0].path, (("x",),))], (8,), ("x",))
     assert (found.inputs, found.outputs) == ({0: Layout(((0,), ()))}, {})
+
+
+def test_meshes_that_a_pin_does_not_divide_are_not_tried() -> None:
+    """Twelve rows on eight devices: four or two of them along the first axis will do."""
+
+    def step(w: Any, x: Any) -> Any:
+        gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return w - gradient, jnp.sum(x)
+
+    shapes = shaped(12, 64), shaped(64, 12)
+    plan = autopar.plan(step, *shapes, cluster="1x8 h100", pins={"w": PartitionSpec("x")})
+    assert plan.stages[0].logical_mesh[0] in (2, 4)
+    assert plan.inputs[0].spec == (("x",), ())
+    with pytest.raises(PinError, match="divide"):
+        autopar.plan(step, *shapes, cluster="1x8 h100", pins={"w": PartitionSpec(("x", "y"))})
