@@ -3,11 +3,12 @@
 The columns of one matrix for queries, keys and values are often three parts one after the other.
 Devices hold neighbouring columns, so what a device would compute of each part lies on several: a
 cut of the heads is none of the columns. Where the heads come first, each device has whole heads of
-all parts.
+all parts, if the devices divide the heads.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from jax.extend.core import JaxprEqn, Literal
@@ -30,16 +31,30 @@ def warn_of_fused(graph: Graph, rules: Rules, kinds: LoopKinds, method: str, par
     (size, sizes), *_ = found.values()
     places = [*found]
     more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+    where = ", ".join(places[:3]) + more
     many, first = (", ".join(map(str, x)) for x in (sizes, (*sizes[1:2], sizes[0], *sizes[2:])))
+    if sizes[0] > parts:  # no parts of one matrix: heads, and too few devices divide them
+        fewer = math.gcd(sizes[0], parts)
+        warn(
+            f"method={method!r} cannot share {sizes[0]} heads, or what else {size} columns have so "
+            f"many of, among its {parts} devices.",
+            where,
+            f"the columns are ({many}), the outermost first, and {parts} does not divide "
+            f"{sizes[0]}. What reads them is computed whole on every device, or gathered.",
+            f"use an axis of {fewer} devices, by logical_mesh=; or another number of heads."
+            if fewer > 1
+            else "use another number of heads, or of devices, by logical_mesh=.",
+        )
+        return
     warn(
         f"method={method!r} cannot cut the {size} columns of a fused projection along its "
         f"{parts} devices.",
-        ", ".join(places[:3]) + more,
+        where,
         f"they are ({many}), the outermost first: every device needs some of each of the "
         f"{sizes[0]} parts, and holds neighbouring columns. The projection is computed whole on "
         "every device, or gathered.",
-        f"let what is cut come first, as ({first}): a kernel whose columns are ordered by head "
-        "first; or use a projection for each part.",
+        f"let what is cut come first, as ({first}): a kernel whose columns are ordered so, by "
+        "heads for instance; or use a projection for each part.",
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -268,6 +270,33 @@ def test_a_fused_projection_that_cannot_be_cut_is_told(order: str, told: str | N
         plan()
     (text,) = (str(warning.message) for warning in caught)
     assert told in text and "test_loop_methods.py:" in text
+
+
+def test_heads_that_devices_do_not_divide_are_told() -> None:
+    """Twenty heads of separate projections on eight devices: nothing is fused."""
+
+    def loss(p: Weights, x: Any) -> Any:
+        rows, length, width = x.shape
+        q, k, v = ((x @ p[n]).reshape(rows, length, 20, width // 20) for n in "qkv")
+        mixed = jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+        x = x + mixed.reshape(rows, length, width) @ p["o"]
+        return jnp.mean((x + jnp.tanh(x @ p["up"]) @ p["down"]).astype(jnp.float32) ** 2)
+
+    half = functools.partial(shaped, dtype=jnp.bfloat16)
+    weights = {name: half(1280, 1280) for name in "qkvo"}
+    weights |= {"up": half(1280, 2560), "down": half(2560, 1280)}
+    x = half(8, 128, 1280)
+    asked: dict[str, Any] = {"method": "megatron", "stages": 1, "microbatches": 1}
+    asked["cluster"] = autopar.Cluster.preset("dgx-h100")
+    with pytest.warns(autopar.errors.AutoparWarning, match="cannot share 20 heads") as caught:
+        whole = autopar.plan(descent(loss), weights, x, **asked)
+    (text,) = (" ".join(str(warning.message).split()) for warning in caught)
+    assert "8 does not divide 20" in text and "an axis of 4 devices" in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asked["logical_mesh"] = (2, 4)
+        cut = autopar.plan(descent(loss), weights, x, **asked)
+    assert cut.estimates.peak_bytes_per_device < whole.estimates.peak_bytes_per_device
 
 
 def test_a_tied_vocabulary_is_cut_on_its_other_stage_too() -> None:
