@@ -165,7 +165,8 @@ def read_arguments(
             f"There is no option {unknown[0]!r}, and {name_of(fn)} has no such parameter.",
             where=f"autopar.{caller}",
             why=f"the options are {', '.join(known)}.",
-            hint=did_you_mean(unknown[0], [*known, *parameters]),
+            hint=_ELSEWHERE.get((caller, unknown[0]))
+            or did_you_mean(unknown[0], [*known, *parameters]),
         )
     return fn, request, kwargs
 
@@ -176,6 +177,13 @@ _BESIDE_OPTIONS = {
     "scaling": ("clusters",),
 }
 """What is taken by keyword beside `Options`, where that is not a cluster and a plan."""
+
+_ELSEWHERE = {
+    ("plan", "plan"): "autopar.compile(..., plan=...) follows a plan.",
+    ("plan", "devices"): "plan for cluster=autopar.Cluster.local(devices), or compile with them.",
+    ("plan", "clusters"): "autopar.scaling plans for several.",
+}
+"""Of names that another function takes: which one."""
 
 
 def _keywords(fn: Callable[..., Any]) -> tuple[set[str], bool]:

@@ -292,3 +292,12 @@ def test_other_names_of_methods_are_told_ours(name: str, hint: str) -> None:
 def test_sizes_of_memory_are_spelt_out(text: str) -> None:
     with pytest.raises(OptionError, match=r"write '.*iB'"):
         Options.from_kwargs(memory_limit=text)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("plan", "autopar.compile"), ("clusters", "autopar.scaling")]
+)
+def test_options_of_other_functions_say_of_which(name: str, told: str) -> None:
+    with pytest.raises(autopar.errors.OptionError) as caught:
+        autopar.plan(lambda x: x, 1.0, cluster="1x8 h100", **{name: None})
+    assert caught.value.hint is not None and told in caught.value.hint
