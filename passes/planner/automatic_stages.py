@@ -10,7 +10,13 @@ from typing import Protocol
 
 from autopar.base.errors import BatchArgumentError, InexactMicrobatchError
 from autopar.passes.graph.graph import batch_sizes
-from autopar.passes.planner.candidates import Keep, PlannedStep, Report, plan_layout
+from autopar.passes.planner.candidates import (
+    Keep,
+    MisfitError,
+    PlannedStep,
+    Report,
+    plan_layout,
+)
 from autopar.passes.planner.known_costs import KnownCosts, PricedStages
 from autopar.passes.planner.layouts import StageLayout
 from autopar.passes.planner.more_microbatches import counts_of_stages, worth_trying
@@ -26,6 +32,7 @@ from autopar.passes.planner.stages_within import (
     seconds_of_best,
 )
 
+NEARLY = 1.02  # times the limit, what stages need that may fit if they are planned to the end
 REALIZED = 1.03  # times what is promised, what a planned step takes without that being a surprise
 
 
@@ -117,12 +124,16 @@ class AutomaticStages:
         found = [x.search.with_microbatches(count).within(self.limit, longest) for x in known]
         return sorted({size for each in found if each for size in each[0].devices})
 
-    def _planner(self, split: SplitStep) -> StagesPlanner:
-        """What plans stages of a split step."""
+    def _planner(self, split: SplitStep, missed: list[int]) -> StagesPlanner:
+        """What plans stages of a split step, and notes what those need that do not fit."""
         more = self.search.options, self.search.cluster, self.search.report, self.search.keep
 
         def plan(layout: StageLayout, *, must_fit: bool) -> list[PlannedStep]:
-            return plan_layout(split, layout, *more, must_fit=must_fit)
+            try:
+                return plan_layout(split, layout, *more, must_fit=must_fit)
+            except MisfitError as misfit:
+                missed.append(misfit.peak_bytes)
+                raise
 
         return StagesPlanner(plan, self.search.is_long)
 
@@ -131,11 +142,13 @@ class AutomaticStages:
 
         With more microbatches where nothing fits, or where less of a bubble pays. Numbers of them
         are priced before stages are planned, and what promises most is planned first: then the
-        others need not be, mostly.
+        others need not be, mostly. Where it is known what one mesh lacks, stages are planned to
+        their end only if they fit soon, or, where nothing does, if they nearly fit.
         """
         counts, last = self.counts(), None
         made, waiting, tried = list[PlannedStep](), list[PricedStages](), set[int]()
         looked_at: tuple[int, list[int], float] | None = None
+        nearly = list[tuple[int, PricedStages]]()
         promised = self.search.best_seconds
         while True:
             if last is not None:
@@ -152,14 +165,20 @@ class AutomaticStages:
                 continue
             best = min(self.search.best_seconds, seconds_of_best(made) / REALIZED)
             waiting = [x for x in waiting if x.promise * WORTH_PLANNING < best]
+            must_fit = best < math.inf or bool(self.search.known.misfits)
             if not waiting:
-                return made
+                if best < math.inf or not nearly:
+                    return made
+                _, first = min(nearly, key=lambda each: (each[0], each[1].promise))
+                waiting, nearly, must_fit = [first], [], False
             first = min(waiting, key=lambda each: each.promise)
             waiting.remove(first)
             assert first.first is not None
-            asked = first.search, first.first, self.limit, self._planner(first.split)
-            is_known = best < math.inf or bool(self.search.known.misfits)  # what is missing
-            planned = pipelines_within(*asked, must_fit=is_known)
+            missed = list[int]()
+            asked = first.search, first.first, self.limit, self._planner(first.split, missed)
+            planned = pipelines_within(*asked, must_fit=must_fit)
             made += planned
+            if must_fit and missed and min(missed) <= NEARLY * self.limit:
+                nearly.append((min(missed), first))
             if any(candidate.fits for candidate in planned):
                 promised = min(promised, first.promise)

@@ -249,6 +249,7 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
         candidates += made
     fits = any(candidate.fits for candidate in candidates)
     if options.stages == "auto" and not stages_first and not fits:
+        search.known.misfits.extend(candidates)
         pipelines = automatic_stages(search)
     return candidates + pipelines, reason
 
