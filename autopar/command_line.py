@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import functools
@@ -257,7 +258,7 @@ def read_example(
 
 
 def read_options(pairs: list[str]) -> dict[str, Any]:
-    """Options from `NAME=VALUE`; a value is JSON, or else text.
+    """Options from `NAME=VALUE`; a value is JSON, or Python's, or else text.
 
     Raises:
       OptionError: there is no `=`, or an option is given twice.
@@ -275,14 +276,17 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
 
 
 def read_value(text: str) -> Any:
-    """JSON, or several such with commas between them, or text as it is.
+    """JSON, or several such with commas between them, or a value of Python's, or text as it is.
 
-    >>> read_value("8"), read_value("auto"), read_value("12,24")
-    (8, 'auto', [12, 24])
+    >>> read_value("8"), read_value("auto"), read_value("12,24"), read_value("(4, 2)")
+    (8, 'auto', [12, 24], (4, 2))
     """
     for attempt in (text, f"[{text}]"):
         try:
             return json.loads(attempt)
         except json.JSONDecodeError:
             continue
-    return text
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
