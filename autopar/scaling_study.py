@@ -19,6 +19,8 @@ from autopar.shown_options import shows_options
 if TYPE_CHECKING:
     from autopar.passes.trace.trace import Traced
 
+GPUS = "GPUs with cuDNN's attention"
+
 
 @shows_options
 def scaling(
@@ -70,7 +72,8 @@ def scaling(
         f"planning {name_of(fn)} for {len(found)} clusters", request.progress
     ) as progress:
         traced: dict[str, Traced | TraceError] = {}
-        for kind, cluster in _oldest(asked).items():
+        # GPUs first: of functions that are jitted inside, JAX remembers how it traced them before.
+        for kind, cluster in sorted(_oldest(asked).items(), key=lambda item: item[0] != GPUS):
             try:
                 traced[kind] = trace_step(fn, args, kwargs, request, cluster, progress)
             except TraceError as error:
@@ -113,5 +116,5 @@ def _oldest(clusters: Sequence[Cluster]) -> dict[str, Cluster]:
 
 
 def _kind(cluster: Cluster) -> str:
-    """What devices have in common whose programs are traced alike: GPUs with cuDNN's attention."""
-    return "gpu" if capability_of(cluster.device.name) else cluster.device.name
+    """What devices have in common whose programs are traced alike."""
+    return GPUS if capability_of(cluster.device.name) else cluster.device.name

@@ -327,6 +327,8 @@ def test_switches_may_be_oversubscribed() -> None:
     [
         ("oversubscription", 0.5, "oversubscription is less than 1"),
         ("oversubscription", 4.0, "4, and nodes_per_switch is 0: all nodes are joined by one"),
+        ("oversubscription", float("inf"), "oversubscription is inf, no finite number"),
+        ("oversubscription", float("nan"), "oversubscription is nan, no finite number"),
         ("collective_seconds", float("nan"), "collective_seconds is nan, no finite number"),
         ("collective_seconds", -1.0, "collective_seconds is -1.0, negative"),
         ("devices_per_card", 0, "devices_per_card is 0"),

@@ -199,8 +199,9 @@ def _renamed(plain: dict[str, Any]) -> None:
     plain["inputs"][0]["path"] += "_0"
 
 
-FIXED: dict[str, tuple[Edit, str]] = {
+EDITS_OF_FIXED: dict[str, tuple[Edit, str]] = {
     "layers": (_stage(layers=[0, 2]), "stages"),
+    "logical mesh": (_stage(logical_mesh=[2, 1], axis_names=["x", "y"]), "stages"),
     "mesh": (_stage(mesh=1), "stages"),
     "remat": (_stage(remat="full"), "stages"),
     "stages of a leaf": (lambda plain: _leaf(plain, UP).update(stages=[1]), "stages"),
@@ -212,13 +213,18 @@ FIXED: dict[str, tuple[Edit, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("name", EDITS_OF_FIXED)
 def test_what_all_else_follows_from_is_not_edited(name: str, tmp_path: Path) -> None:
-    edit, part = FIXED[name]
+    edit, part = EDITS_OF_FIXED[name]
     with pytest.raises(autopar.errors.PlanMismatchError) as caught:
         _edited(tmp_path, edit, stages=2, microbatches=4)
     assert f"of its {part} was edited" in str(caught.value)
     assert "plan again" in str(caught.value)
+
+
+def test_a_mesh_with_more_axes_than_names_is_no_plan(tmp_path: Path) -> None:
+    with pytest.raises(autopar.errors.PlanMismatchError, match="2 axes has the names"):
+        _edited(tmp_path, _stage(logical_mesh=[2, 2]), stages=2, microbatches=4)
 
 
 def test_an_edit_that_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_nothing_is_computed_twice(model: Any, wrapped: Wrapped) -> None:
     assert products(undone) == products(unannotated)
     assert products(before) > products(undone) or wrapped is saving_products
     lean = [stacked_bytes(with_lean_stacks(x).jaxpr) for x in (undone, unannotated)]
-    assert lean[0] <= 1.02 * lean[1]  # small tables twice
+    assert lean[0] <= (1.02 if model is conditioned else 1) * lean[1]
     leaves = jax.tree.leaves(arguments())
     assert_equal(evaluated(undone, leaves), evaluated(before, leaves))
 

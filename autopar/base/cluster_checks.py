@@ -26,7 +26,8 @@ def impossible_numbers(cluster: Any) -> list[str]:
     problems = [f"{name} is {n}, less than 1" for name, n in counts if n < 1]
     problems += [f"{name} is {x}, not positive" for name, x in rates if not 0 < x < math.inf]
     problems += [f"{name} is {x}, negative" for name, x in seconds if x < 0]
-    problems += [f"{name} is {x}, no finite number" for name, x in seconds if not x < math.inf]
+    finite = [*seconds, ("oversubscription", cluster.oversubscription)]
+    problems += [f"{name} is {x}, no finite number" for name, x in finite if not x < math.inf]
     if not 0 < device.max_efficiency <= 1:
         problems.append(f"device.max_efficiency is {device.max_efficiency}, not in (0, 1]")
     if not set(FLOATS) & set(device.peak_flops):

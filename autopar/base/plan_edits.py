@@ -1,4 +1,4 @@
-"""What of a plan was edited after it was written: the parts that people may change in its file."""
+"""What of a plan was edited in its file after it was written, and whether that can be followed."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ FIXED = {
 
 
 def digests(plan: PlanRecord) -> dict[str, str]:
-    """A short digest of each part of a plan that its file may say otherwise; `Plan.written` keeps.
+    """A short digest of each part of a plan whose edits are followed, or refused (`FIXED`).
 
-    An edited plan is followed by its pins, inputs, outputs and strategies; what is `FIXED` is not
-    changed by editing it.
+    `Plan.written` has those of a plan as it was made.
     """
 
     def specs(tensors: Iterable[TensorPlan]) -> object:

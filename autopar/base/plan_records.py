@@ -367,7 +367,7 @@ class PlanRecord(Displayed, Record):
       later_loops: a step that needs the whole batch in its middle has several loops over the
         microbatches; the later ones "keep" or "recompute" what earlier ones computed of a row.
       interrupted: planning stopped before everything was tried, by Ctrl-C or `planning_time_limit`.
-      written: digests of the parts that may be edited in a file, as they were written.
+      written: digests of its parts as they were written, by which edits of a file are seen.
       recomputation: of a plan for one mesh, what is computed again to save memory.
       host: what of the state lies in the hosts' memory.
       row_sorts: what became of rows that are sorted by expert.
@@ -564,6 +564,9 @@ def check(plan: PlanRecord) -> None:
 
 
 def _check_stage(stage: StagePlan) -> None:
+    axes = len(stage.logical_mesh)
+    is_named = axes == len(stage.axis_names)
+    assert is_named, f"a logical mesh of {axes} axes has the names {stage.axis_names}"
     mesh = format_mesh(stage.logical_mesh, stage.axis_names)
     num_devices = stage.num_devices
     assert math.prod(stage.logical_mesh) == num_devices, f"{mesh}: {num_devices} devices"

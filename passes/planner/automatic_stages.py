@@ -32,7 +32,7 @@ from autopar.passes.planner.stages_within import (
     seconds_of_best,
 )
 
-NEARLY = 1.02  # times the limit, what stages need that may fit if they are planned to the end
+NEARLY = 1.05  # times the limit, what stages need that may fit if they are planned to the end
 REALIZED = 1.03  # times what is promised, what a planned step takes without that being a surprise
 
 

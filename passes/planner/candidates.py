@@ -192,7 +192,7 @@ def plan_layout(
     if splitting and training and _may_pay(made[0]):
         known = made[0] if _is_large(made[0]) or _has_enough_memory(made[0]) else None
         asked = split, splitting[0], layout, options, cluster, report
-        with contextlib.suppress(MisfitError):
+        with contextlib.suppress(MisfitError):  # they need no less than the first schedule does
             often = OFTEN_PLANNED if made[0].fits else math.inf
             first = _plan_stages(*asked, as_in=known, must_fit=True, at_most=often)
             made += [first, *(_scheduled(first, name, cluster) for name in splitting[1:])]

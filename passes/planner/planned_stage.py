@@ -89,8 +89,8 @@ class PlannedStage:
 class PlaceInPipeline(NamedTuple):
     """A stage's graph, and how many microbatches it has in flight under the schedule.
 
-    `at_once`: a microbatch runs forward and backward without a break. `must_fit`: another plan
-    fits, so what does not fit here is nothing.
+    `at_once`: a microbatch runs forward and backward without a break. `must_fit`: what
+    does not fit soon is nothing, for another plan does, or is known to need about as much.
     """
 
     graph: StageGraph

@@ -53,7 +53,7 @@ def pipelines_within(
       first: the stages that it finds within the limit, and the seconds of a step that it promises.
       limit: bytes that a device may hold.
       planner: of the split step.
-      must_fit: something else fits, so what does not is nothing.
+      must_fit: what does not fit soon is nothing: something else does, or it is known what lacks.
     """
     made: list[PlannedStep] = []
     target = limit

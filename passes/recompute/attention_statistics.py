@@ -19,7 +19,7 @@ ATTENTION = "dot_product_attention_fwd_wrapper"
 
 
 def with_statistics(jaxpr: Jaxpr) -> Jaxpr:
-    """Every attention makes its statistics, if one of them does, whether they are read or not."""
+    """All attention in scans and outside makes its statistics, read or not, if any does."""
     attention = (eqn for eqn in walk(jaxpr) if eqn.primitive.name == ATTENTION)
     is_made = any(not isinstance(v, DropVar) for eqn in attention for v in eqn.outvars[1:])
     return _changed(jaxpr, _making) if is_made else jaxpr

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from autopar.passes.graph.primitives import ELEMENTWISE
@@ -28,13 +29,14 @@ def filling_numbers(
 ) -> dict[ShardedValue, Any]:
     """What is made of constants alone by broadcasts and casts: with the number that fills it.
 
-    None: it is not one number everywhere. A choice between the same number is no choice.
+    In an array without dimensions, of the value's own dtype. None: it is not one number everywhere,
+    or not known. A choice between the same number is no choice.
     """
     found: dict[ShardedValue, Any] = {}
     plain = FILLS if rules.counts_operations else FILLS | ELEMENTWISE
 
     def filling(value: ShardedValue) -> Any:
-        return _number(value.atom.val) if is_literal(value) else found.get(value)
+        return _number(value.atom) if is_literal(value) else found.get(value)
 
     for instruction in instructions:
         own = reads(instruction)
@@ -43,12 +45,12 @@ def filling_numbers(
             name = instruction.eqn.primitive.name
             if name == "select_n":
                 cases = [filling(v) for v in instruction.operands[1:]]
-                dtype = instruction.results[0].atom.aval.dtype
-                is_constant, number = None not in cases and _is_one(cases, dtype), cases[0]
+                is_constant, number = _is_one(cases), cases[0]
             else:
                 is_constant = name in plain and all(v in found for v in own)
                 is_filled = name in FILLS and bool(instruction.operands)
                 number = filling(instruction.operands[0]) if is_filled else None
+                number = _cast(number, instruction.results[0].atom.aval.dtype)
         else:
             is_constant = isinstance(instruction, Relayout) and all(v in found for v in own)
             number = found.get(own[0]) if own else None
@@ -73,10 +75,25 @@ def beginnings(
     yield from ((r, v) for r, v in pairs if not is_literal(v) and v in constants)
 
 
-def _is_one(numbers: Iterable[Any], dtype: Any) -> bool:
-    """Whether they are the same, as they are written: 0.0 and -0.0 are two."""
-    return len({np.asarray(number, dtype).tobytes() for number in numbers}) == 1
+def _is_one(numbers: Sequence[Any]) -> bool:
+    """Whether they are known and the same, as they are written: 0.0 and -0.0 are two."""
+    known = [number for number in numbers if number is not None]
+    return len(known) == len(numbers) and len({number.tobytes() for number in known}) == 1
 
 
-def _number(value: Any) -> Any:
-    return value.item() if getattr(value, "size", 0) == 1 and hasattr(value, "item") else value
+def _number(literal: Any) -> Any:
+    value = np.asarray(literal.val)
+    return _cast(value.reshape(()), literal.aval.dtype) if value.size == 1 else None
+
+
+def _cast(number: Any, dtype: Any) -> Any:
+    """A number in another dtype, as XLA casts it; None where NumPy may do otherwise."""
+    if number is None or not isinstance(dtype, np.dtype):
+        return None
+    with np.errstate(all="ignore"):
+        made = number.astype(dtype)
+        is_exact = made.astype(number.dtype) == number
+    is_to_integer = jnp.issubdtype(dtype, jnp.integer) and not jnp.issubdtype(
+        number.dtype, jnp.integer
+    )
+    return None if is_to_integer and not is_exact else made

@@ -132,3 +132,48 @@ def test_zeros_of_both_signs_are_not_one_number(start: float, number: float | No
         if value.atom.aval.shape == (8, 8)
     ]
     assert chosen == [number]
+
+
+@pytest.mark.parametrize(
+    ("made", "other"),
+    [
+        (lambda s: jnp.full(s, 0.7).astype(jnp.int32).astype(jnp.float32), 0.7),
+        (lambda s: jnp.full(s, 300).astype(jnp.int8).astype(jnp.float32), 300.0),
+        (lambda s: jnp.full(s, 0.7).astype(jnp.bfloat16).astype(jnp.float32), 0.7),
+        (lambda s: jnp.full(s, jnp.nan).astype(jnp.int32).astype(jnp.float32), 0.0),
+    ],
+)
+def test_a_number_is_that_after_its_casts(
+    small: None, monkeypatch: pytest.MonkeyPatch, made: Callable[[Any], Any], other: float
+) -> None:
+    """What is chosen from two arrays that were one number before a cast is not one number."""
+
+    def train_step(weights: Any, x: Any, mask: Any) -> Any:
+        def loss_fn(weights: Any) -> Any:
+            y = x
+            for w in weights:
+                places = jnp.argsort(y @ w[:, 0])
+                buffer = jnp.where(mask, made(mask.shape), jnp.full(mask.shape, other))
+                y = jnp.tanh(buffer.at[places].add(y) @ w)[: len(x)]
+            return jnp.mean(jnp.square(y))
+
+        loss, gradients = jax.value_and_grad(loss_fn)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+    monkeypatch.setitem(RULES, CPU, dataclasses.replace(RULES[CPU], keeps_order=True))
+    random = np.random.default_rng(0)
+    weights = [random.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 4 for _ in range(LAYERS)]
+    x = random.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    args = weights, x, random.random((ROWS + MORE, WIDTH)) < 0.5
+    wanted = jax.jit(train_step)(*args)
+    asked: dict[str, Any] = {"method": "data", "microbatches": 1, "donate_argnums": ()}
+    found = autopar.compile(train_step, *args, **asked)(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, wanted)
+
+
+def test_numbers_that_their_casts_do_not_hold_are_planned() -> None:
+    def fn(mask: Any) -> Any:
+        turned = jnp.full((8, 8), -1, jnp.int32).astype(jnp.uint32)
+        return jnp.where(mask, turned, jnp.full((8, 8), 7, jnp.uint32))
+
+    assert autopar.plan(fn, shaped(8, 8, dtype=bool), cluster="1x8 h100").stages
