@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 import autopar
 from autopar.base.errors import MemoryLimitError
-from autopar.passes.planner import layout_search, one_mesh, unit_costs
+from autopar.passes.planner import layout_search, one_mesh, stage_pricing, unit_costs
 from autopar.passes.planner.more_microbatches import worth_trying
 from autopar.passes.planner.unit_costs import UnitCosts
 
@@ -134,6 +135,30 @@ def test_one_mesh_of_a_long_program_is_bounded_by_its_layers(
         plan = autopar.plan(train_step, state, *batch, cluster=cluster(), stages="auto", **options)
         kinds.append({bool(c.note) for c in plan.candidates})
     assert kinds == [{True}, {True, False}]
+
+
+@pytest.mark.parametrize("method", ["data", "auto"])
+def test_what_fits_one_node_easily_by_its_method_needs_no_stages(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long program's stages are priced where its method leaves a choice, or memory is short."""
+    monkeypatch.setattr(layout_search, "LONG_PROGRAM", 1)
+    priced, real = list[int](), stage_pricing.price_stages
+
+    def noted(split: Any, *asked: Any) -> Any:
+        priced.append(split.num_microbatches)
+        return real(split, *asked)
+
+    monkeypatch.setattr("autopar.passes.planner.automatic_stages.price_stages", noted)
+    state, one = init_apart(), autopar.Cluster.preset("dgx-h100")
+    batch = [jax.ShapeDtypeStruct((8 * len(x), *x.shape[1:]), x.dtype) for x in BATCH]
+    plan = autopar.plan(train_step, state, *batch, cluster=one, method=method)
+    assert plan.num_microbatches == len(plan.stages) == 1
+    assert bool(priced) == (method == "auto")
+    limit = plan.estimates.peak_bytes_per_device // 2
+    with contextlib.suppress(MemoryLimitError):
+        autopar.plan(train_step, state, *batch, cluster=one, method=method, memory_limit=limit)
+    assert priced
 
 
 def test_a_long_program_has_the_same_stages(monkeypatch: pytest.MonkeyPatch) -> None:

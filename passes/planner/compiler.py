@@ -37,6 +37,7 @@ from autopar.base.errors import (
     BatchArgumentError,
     PlanMismatchError,
 )
+from autopar.base.methods import BATCH_METHODS
 from autopar.base.options import Options
 from autopar.base.plan_edits import check_edits, edited_parts
 from autopar.base.rare_collections import rare_collections
@@ -191,6 +192,7 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
     first = one_mesh_first(search, layout) if options.stages == "auto" else None
     if first is not None:
         search = replace(search, best_seconds=seconds_of_best(first[0]))
+        stages_first &= not _is_of_one_axis(search)
     if options.stages == "auto" and stages_first:
         pipelines = automatic_stages(search)
         if cluster.num_nodes > 1:
@@ -254,6 +256,17 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
     return candidates + pipelines, reason
 
 
+def _is_of_one_axis(search: LayoutSearch) -> bool:
+    """Whether the method says how a step lies on the one node: stages are for what misfits so."""
+    return search.cluster.num_nodes == 1 and search.options.method in BATCH_METHODS
+
+
+def _has_room(search: LayoutSearch) -> bool:
+    """Whether the whole batch at once may need less than half of the memory."""
+    limit = memory_limit_of(search.options, search.cluster)
+    return 2 * search.least_memory.bytes(1, search.cluster.num_devices) <= limit
+
+
 def _are_refuted(candidates: Sequence[PlannedStep], search: LayoutSearch) -> bool:
     """Whether one mesh needs too much, as its layers said: no program fits that is cut alike."""
     enough = HOPELESS_AS_EXPECTED * memory_limit_of(search.options, search.cluster)
@@ -274,10 +287,15 @@ def one_mesh_first(
 
     Where that turns out so, stages need not be planned. None if they do not say so, or none fits.
     A program that is not long, on several nodes, is planned for one mesh with the first numbers of
-    microbatches that may fit: that takes less than to price its layers.
+    microbatches that may fit: that takes less than to price its layers. So is a long one on one
+    node with the whole batch at once, by a method that says how it lies, if there is much room.
     """
     if layout.is_pipeline:
         return None
+    if search.is_long and _is_of_one_axis(search) and _has_room(search):
+        whole = search.candidates(layout, optional=True, at_most=1)
+        if any(candidate.fits for candidate in whole[0]):
+            return whole
     if not search.is_long:
         if search.cluster.num_nodes == 1:  # one mesh comes first in any case
             return None
