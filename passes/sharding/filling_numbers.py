@@ -49,8 +49,9 @@ def filling_numbers(
             else:
                 is_constant = name in plain and all(v in found for v in own)
                 is_filled = name in FILLS and bool(instruction.operands)
-                number = filling(instruction.operands[0]) if is_filled else None
-                number = _cast(number, instruction.results[0].atom.aval.dtype)
+                if is_filled:
+                    dtype = instruction.results[0].atom.aval.dtype
+                    number = _cast(filling(instruction.operands[0]), dtype)
         else:
             is_constant = isinstance(instruction, Relayout) and all(v in found for v in own)
             number = found.get(own[0]) if own else None
