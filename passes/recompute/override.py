@@ -68,7 +68,7 @@ def _with_whole_stacks(
         return eqns
     nothing, readers, eqns = OfNothing.of(eqns), readers_of(eqns), [*eqns]
     for number, reader in pairs:
-        # What a backward scan reads now besides is made before the forward one: no scan's stacks.
+        # What the backward scan reads now besides is made before the forward one, as that is now.
         outside = Outside.before(eqns[:number], nothing)
         computed = ComputedBefore(eqns[number], eqns[reader], outside)
         if computed.again:

@@ -4,8 +4,9 @@ XLA:GPU makes one kernel of the broadcasts of a program that are alike, and so t
 every layer scatters are there when the first is: the places of experts' tokens in a mixture, once
 or more for each layer, in spite of `jax.checkpoint`. So the number that fills such a buffer goes
 through a barrier, beside something that the scatter reads, too: it is not known before that is.
-Found on eight layers of a DeepSeek-like mixture on eight H100s, by `benchmarks/compilers.py` (jax
-0.10.2): its worst moment had eighteen buffers of a scatter's size, of which two were needed.
+Found on eight layers of a DeepSeek-like mixture of `benchmarks/models` on eight H100s, by
+`plan.verify("gpu:h100")` (jax 0.10.2): its worst moment had eighteen buffers of a scatter's size,
+of which two were needed.
 """
 
 from __future__ import annotations
