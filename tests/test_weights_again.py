@@ -16,6 +16,7 @@ from autopar.base.options import Options
 from autopar.base.plan_records import Recomputation
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import variables
+from autopar.passes.planner import layout_search, stage_shardings
 from autopar.passes.planner.compiler import compile_graph
 from autopar.passes.planner.layout_search import LayoutSearch
 from autopar.passes.planner.recomputed_steps import RecomputedSteps, recomputed_step
@@ -108,3 +109,25 @@ def test_such_a_plan_is_followed(plans: list[autopar.Plan]) -> None:
     followed = compile_graph(graph, options, CLUSTER, loaded)
     assert followed.plan.recomputation == tight.recomputation
     assert sum(map(is_barrier, followed.graph.jaxpr.eqns)) == 2 * (LAYERS - 1)
+
+
+def test_where_nothing_else_fits_layers_are_priced_with_weights_gathered_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One loop reads each weight twice: gathered once, all of them are there at its middle.
+
+    What the layers of a long program need of one mesh counted that, and what fits was refused.
+    """
+    monkeypatch.setattr(layout_search, "LONG_PROGRAM", 10)
+    monkeypatch.setattr(stage_shardings, "LARGE_PROBLEM", 10)
+    state = {f"w{i:02}": jax.ShapeDtypeStruct((4096, 4096), jnp.float32) for i in range(24)}
+    rows = jax.ShapeDtypeStruct((2048, 4096), jnp.float32)
+    options: dict[str, Any] = {"cluster": CLUSTER, "microbatches": 2, "stages": 1}
+    free = autopar.plan(step, state, rows, **options)
+    limit = int(0.9 * free.estimates.peak_bytes_per_device)
+    tight = autopar.plan(step, state, rows, memory_limit=limit, **options)
+    assert tight.recomputation is not None and tight.recomputation.weights == len(state) - 1
+    assert not tight.recomputation.operations
+    assert tight.estimates.peak_bytes_per_device <= limit
+    again = autopar.plan(step, state, rows, memory_limit=limit, **options)
+    assert str(again) == str(tight)

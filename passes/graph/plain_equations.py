@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
 from autopar.passes.graph import jax_compat
 
@@ -20,6 +22,8 @@ def plain(eqn: JaxprEqn) -> Sequence[JaxprEqn]:
     A `device_put` of several arrays says of each what a `device_put` of its own would, and no pass
     has to know that none of its results depends on the others' operands. Collectives over axes of
     `jax.vmap` are reductions of dimensions, before those over axes of a mesh, if both are asked.
+    Arrays without elements, of which `jax.lax.associative_scan` leaves some, are made of nothing:
+    no result depends on how they came about.
 
     >>> import jax, jax.numpy as jnp
     >>> two = jax.make_jaxpr(lambda x: jax.device_put((x, x + 1)))(jnp.ones(3)).eqns[-1]
@@ -27,6 +31,9 @@ def plain(eqn: JaxprEqn) -> Sequence[JaxprEqn]:
     (2, [1, 1])
     """
     name = eqn.primitive.name
+    reads = any(isinstance(atom, Var) for atom in eqn.invars) and not eqn.effects
+    if reads and eqn.outvars and all(map(_is_empty, eqn.outvars)):
+        return [_nothing(eqn, result) for result in eqn.outvars]
     if name == "device_put" and len(eqn.invars) > 1:
         return _one_by_one(eqn)
     if name in REDUCTIONS and eqn.params.get("axis_index_groups") is None:
@@ -34,6 +41,26 @@ def plain(eqn: JaxprEqn) -> Sequence[JaxprEqn]:
         names = tuple(axis for axis in eqn.params["axes"] if not isinstance(axis, int))
         return _reduced(eqn, dims, names) if dims else (eqn,)
     return (eqn,)
+
+
+def _is_empty(result: Var) -> bool:
+    """Whether an array of numbers has no elements."""
+    dtype = result.aval.dtype
+    is_plain = jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
+    return is_plain and 0 in result.aval.shape
+
+
+def _nothing(eqn: JaxprEqn, result: Var) -> JaxprEqn:
+    """An equation that makes an array without elements of a number, as `jnp.zeros` does."""
+    zero = jax_compat.array_type((), result.aval.dtype, result.aval.weak_type)
+    return jex_core.new_jaxpr_eqn(
+        [jex_core.Literal(np.zeros((), result.aval.dtype), zero)],
+        [result],
+        lax.broadcast_in_dim_p,
+        {"shape": result.aval.shape, "broadcast_dimensions": (), "sharding": None},
+        jex_core.no_effects,
+        eqn.source_info,
+    )
 
 
 def _reduced(eqn: JaxprEqn, dims: tuple[int, ...], names: tuple[object, ...]) -> Sequence[JaxprEqn]:

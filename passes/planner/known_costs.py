@@ -59,12 +59,23 @@ class KnownCosts(NamedTuple):
 
         As far as they were priced with about as many microbatches, or fewer; {}: they were not.
         """
-        priced = [n for n, costs in self.one_mesh.items() if costs and 1 < n <= count]
-        costs = self.one_mesh[max(priced)] if priced else None
-        if costs is None or count > FAR * max(priced):
+        priced, costs = self._nearest(count)
+        if costs is None:
             return {}
-        own = count, max(priced)
-        return {"expected": costs.expected(*own, limit), "need": costs.needed(*own)}
+        expected = costs.expected(count, priced, limit)
+        return {"expected": expected, "need": costs.needed(count, priced)}
+
+    def misses_what_it_gathers(self, count: int, limit: int) -> bool:
+        """Whether layers on one mesh do not fit, as far as they tell, mostly for their weights."""
+        priced, costs = self._nearest(count)
+        return costs is not None and costs.misses_what_it_gathers(count, limit, priced)
+
+    def _nearest(self, count: int) -> tuple[int, OneMeshCosts | None]:
+        """What layers cost on one mesh with about as many microbatches, or fewer."""
+        priced = max(
+            (n for n, costs in self.one_mesh.items() if costs and 1 < n <= count), default=0
+        )
+        return priced, self.one_mesh[priced] if 0 < count <= FAR * priced else None
 
     @classmethod
     def nothing(cls) -> KnownCosts:

@@ -13,6 +13,7 @@ from typing import Any
 
 from autopar.base.cluster import Cluster
 from autopar.base.errors import BatchArgumentError, InexactMicrobatchError, PlanMismatchError
+from autopar.base.methods import GATHERED_PARAMETERS
 from autopar.base.options import Options
 from autopar.base.plan_records import OutputCertificate, Recomputation
 from autopar.passes import microbatch
@@ -252,6 +253,11 @@ class LayoutSearch:
             if split.later_loops and len(passed) > 1:
                 # The bound is that of one loop over the microbatches.
                 return self.candidates(layout, optional=optional, bounded=False)
+            is_short = self._is_last_resort and self.known.misses_what_it_gathers(
+                count, self._limit
+            )
+            if again is not None and is_short:
+                split = again.gathering(split)
             more = count != counts[-1] and not split.later_loops
             told = self.known.on_one_mesh(count, self._limit) if whole and self.is_long else {}
             told |= {"expected": expected} if count == at_least else {}
@@ -287,7 +293,7 @@ class LayoutSearch:
         """
         counts = list(microbatch_counts(self.graph, self.options, layout))
         nothing_fits, away = math.isinf(self.best_seconds), self.options.offload != "none"
-        if not self.is_long or (nothing_fits and (away or not self.known.stages)):
+        if not self.is_long or (nothing_fits and away):
             return OneMeshBound(counts[0])
         left = counts[min(len(self.too_few(counts)), len(counts) - 1) :]
         limit = int((MAY_MEET if nothing_fits else 1.0) * self._limit)
@@ -312,7 +318,10 @@ class LayoutSearch:
         if count not in self.known.one_mesh:
             found = None
             with contextlib.suppress(InexactMicrobatchError, BatchArgumentError):
-                split = gathering_again(self.split(count, is_pipeline=True), self.options)
+                split = self.split(count, is_pipeline=True)
+                gathers = self.options.methods.issubset(GATHERED_PARAMETERS)
+                if gathers or self._is_last_resort:
+                    split = gathering_again(split, self.options)
                 units = units_of(split)
                 if units is not None:
                     self.report(f"costs of {len(units.starts)} layers on one mesh")
@@ -323,6 +332,14 @@ class LayoutSearch:
         return self.known.one_mesh[count]
 
     @property
+    def _is_last_resort(self) -> bool:
+        """Whether nothing fits elsewhere, on several devices: weights may be gathered again then.
+
+        Else what fits so takes longer, mostly, and to price and plan it as well.
+        """
+        return math.isinf(self.best_seconds) and self.cluster.num_devices > 1
+
+    @property
     def _limit(self) -> int:
         return memory_limit_of(self.options, self.cluster)
 
@@ -331,7 +348,8 @@ class LayoutSearch:
 
         More microbatches would only take longer still. What computes again is not one of these.
         """
-        kept = (c for c in candidates if not c.is_pipeline and c.split.recomputation is None)
+        mine = ((c, c.split.recomputation) for c in candidates if not c.is_pipeline)
+        kept = (c for c, again in mine if again is None or not again.operations)
         least = [c.planned[0].least_seconds for c in kept]
         return bool(least) and min(least) > min(self.best_seconds, than)
 

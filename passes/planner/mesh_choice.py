@@ -286,9 +286,9 @@ def plan_meshes(
     def hopeless(i: int) -> bool:
         """Whether a large program needs far too much on a mesh, also if chosen for its bytes."""
         far = (HOPELESS_AS_EXPECTED if others.only else HOPELESS) * limit
-        if not searches[i].is_large or found[i].peak.bytes <= far:
+        if not searches[i].is_large or found[i].bytes_at_least <= far:
             return False
-        return min(x.peak.bytes for x in small(i)) > far
+        return min(x.bytes_at_least for x in small(i)) > far
 
     def nearly(i: int) -> bool:
         """Whether one of them fits, or hardly exceeds the limit."""

@@ -21,6 +21,7 @@ MAY_MEET = 1.1  # times the limit that layers alone may need: where they meet, t
 HARDLY_MORE = 1.02  # times the least memory of all shapes: as good, for all that is known
 KEPT_AT_LEAST = 0.5  # of an even part of the activations that stages keep; one mesh may keep less
 NEEDED_AT_LEAST = 0.8  # of an even part of all that units need on smaller meshes
+WORTH_GATHERING = 0.25  # of what is missing: weights that are gathered for all microbatches
 NEAR = 2  # times the microbatches that were priced: what these tell needs no pricing of its own
 SURELY = 0.95  # times the limit, what is told so may need
 
@@ -99,7 +100,36 @@ class OneMeshCosts:
         only a guess is known, that of so many as were `priced`, take about as long with others.
         """
         free = {**self.by_mesh(math.inf), **self.fitting(count, sys.maxsize, priced)}
-        return {**free, **self.fitting(count, limit, priced)}
+        return self.within(free, self.fitting(count, limit, priced))
+
+    def within(
+        self, free: ExpectedSeconds, fitting: ExpectedSeconds
+    ) -> dict[tuple[int, ...], float]:
+        """What a step is expected to take, where it is known with any memory and where it fits.
+
+        Shapes of which only a guess is known take as much longer within the memory as the others.
+        """
+        planned = {mesh for mesh, _ in self.by_way}
+        both = (fitting[mesh] / free[mesh] for mesh in fitting if free.get(mesh))
+        longer = min(both, default=1.0)
+        guessed = {mesh: longer * x for mesh, x in free.items() if mesh not in planned}
+        return {**free, **guessed, **fitting}
+
+    def misses_what_it_gathers(self, count: int, limit: int, priced: int) -> bool:
+        """Whether layers do not fit in their quickest ways, mostly for their weights.
+
+        What these ways gather for `count` microbatches is there throughout; at prices of memory it
+        is not.
+        """
+        found = list[bool]()
+        for mesh, way in self.costs.free_ways(self.num_devices):
+            total = joined(way).with_rows(priced / count)
+            least = min(x.bytes_fixed for other, x in self.by_way if other == mesh)
+            missing, spared = total.bytes_for_one - limit, total.bytes_fixed - least
+            found.append(missing > 0 and spared >= WORTH_GATHERING * missing)
+            if missing <= 0:
+                return False
+        return any(found)
 
     def needed(self, count: int, priced: int) -> dict[tuple[int, ...], int]:
         """The least bytes of a device with `count` microbatches by logical shape, in the same way.
@@ -156,7 +186,7 @@ def find_bound(
             return None
         fitting = costs.fitting(count, limit)
         if fitting and min(fitting.values()) <= longest:
-            return OneMeshBound(count, {**free, **fitting})
+            return OneMeshBound(count, costs.within(free, fitting))
         longest, counts = MARGIN * best_seconds, counts[1:]
         if count > 1:  # layers of the whole batch at once say too much of seconds and bytes
             nearly = int(MAY_MEET * limit)  # of so many more rows it is a guess
@@ -164,7 +194,7 @@ def find_bound(
         if count > 1 and counts and counts[0] <= NEAR * count:  # one has no sums
             near = costs.fitting(counts[0], int(SURELY * limit), count)
             if near and min(near.values()) <= longest:
-                return OneMeshBound(counts[0], {**free, **near})
+                return OneMeshBound(counts[0], costs.within(free, near))
         if math.isinf(best_seconds):
             return _first_that_fits(counts, layers, limit, even)
     return None
@@ -183,7 +213,9 @@ def _first_that_fits(
         if costs is None:
             return OneMeshBound(count)
         fitting = costs.fitting(count, limit)
-        return OneMeshBound(count, {**costs.by_mesh(math.inf), **fitting}) if fitting else None
+        return (
+            OneMeshBound(count, costs.within(costs.by_mesh(math.inf), fitting)) if fitting else None
+        )
 
     for most in dict.fromkeys(x for x in (even, *counts[-1:]) if x in counts):
         if found := bound(most):

@@ -19,6 +19,7 @@ from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.schedules.flight import in_flight
 from autopar.passes.schedules.schedule import Schedule
+from autopar.passes.sharding.gathered_twice import gathered_for_both
 from autopar.passes.sharding.host_leaves import hosts_fit
 from autopar.passes.sharding.memory_rows import StageMemory
 from autopar.passes.sharding.peak_memory import MemoryPeak
@@ -57,6 +58,11 @@ class PlannedStage:
     def least_seconds(self) -> float:
         """No plan on this mesh takes less, however much memory it has."""
         return (self.unlimited or self).solution.lower_bound / PICOSECONDS
+
+    @property
+    def bytes_at_least(self) -> int:
+        """Of a device, if weights that are gathered for both passes are gathered for each."""
+        return self.peak.bytes - gathered_for_both(self.program)
 
     def proven_by(self, free: PlannedStage) -> PlannedStage:
         """This plan, which is within a limit, with what is proven of all with any memory."""

@@ -75,12 +75,28 @@ class QuickerAgain:
           The seconds of the quickest step that fits so far, by computing again or elsewhere.
         """
         if free.least_seconds <= MAY_BE_QUICKER * self.seconds and (steps := self._steps(count)):
+            if free.split.recomputation is not None:  # it gathers its weights again already
+                self.look(replace(steps, weights=True), free.mesh, free)
+                return self.seconds
             found = self._weights_again(steps, free)
             if found is None:
                 self.look(steps, free.mesh, free)
             elif not found.fits:
                 self.look(replace(steps, weights=True), found.mesh, found)
         return self.seconds
+
+    def gathering(self, split: SplitStep) -> SplitStep:
+        """A step with a loop over its microbatches whose backward pass gathers weights again.
+
+        As it is where it reads none twice. Each weight may as well be gathered before the loop,
+        once for both passes: in memory that is as much at the worst moment as to gather it in the
+        loop for both.
+        """
+        steps = self._steps(split.num_microbatches)
+        if steps is None or split.later_loops:
+            return split
+        found = steps.weights_alone()
+        return found if found.recomputation and found.recomputation.weights else split
 
     def _weights_again(self, steps: RecomputedSteps, free: PlannedStage) -> PlannedStage | None:
         """The same with weights that are gathered again, where these are much of what is missing.

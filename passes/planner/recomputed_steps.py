@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from jax.extend.core import JaxprEqn
 
 from autopar.base.cluster import Cluster
-from autopar.base.methods import GATHERED_PARAMETERS
 from autopar.base.options import Options
 from autopar.base.plan_records import Recomputation
 from autopar.passes.graph.primitives import keeps_order
@@ -37,9 +36,8 @@ def recomputed_step(
 
 
 def gathering_again(split: SplitStep, options: Options) -> SplitStep:
-    """A step whose backward pass reads its weights again, if a method gathers all of them."""
-    gathers = options.methods.issubset(GATHERED_PARAMETERS)
-    if not gathers or options.remat not in ("auto", "override"):
+    """A step whose backward pass reads its weights again, where that is not forbidden."""
+    if options.remat not in ("auto", "override"):
         return split
     step, weights = with_weights_read_again(split.step)
     return replace(split, step=step, rules=populate(step.graph.jaxpr)) if weights else split

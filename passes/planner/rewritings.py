@@ -16,6 +16,7 @@ from autopar.passes.graph.casts_after import with_casts_after
 from autopar.passes.graph.casts_ahead import with_casts_ahead
 from autopar.passes.graph.graph import Graph
 from autopar.passes.graph.sunk_constants import with_sunk_constants
+from autopar.passes.graph.vector_products import with_sums_for_vectors
 from autopar.passes.padding.pad import padded_graph
 from autopar.passes.padding.uneven import loops_to_pad
 from autopar.passes.planner.asked_loops import with_asked_loops
@@ -63,6 +64,8 @@ def planned_graphs(graph: Graph, options: Options, cluster: Cluster) -> tuple[Gr
     Where parameters may be stored cut, they are cast so; rows are sorted for each example. None:
     that changes nothing.
     """
+    if rules_of(cluster.device.name).adds_for_vectors:
+        graph = with_sums_for_vectors(graph)
     graph = with_sunk_constants(graph)
     if options.remat == "override":
         graph = without_checkpoints(graph)

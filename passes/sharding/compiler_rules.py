@@ -262,6 +262,8 @@ class CompilerRules:
         loops do not take (`turned_gathers.py`).
       fills_stacks: what a loop stacks is filled with zeros before.
       fills_together: buffers that begin as the same constant are filled when the first is needed.
+      adds_for_vectors: products of vectors are sums of products of elements
+        (`graph/vector_products.py`).
       product_kernels: products compute operands that one operation makes, and convolutions add a
         buffer to their result (`product_kernels.py`).
       expands_windows: the gradient of a maximum over windows is a scatter into zeros, which may be
@@ -302,6 +304,7 @@ class CompilerRules:
     turns_gathers: bool = False
     fills_stacks: bool = True
     fills_together: bool = True
+    adds_for_vectors: bool = False
     product_kernels: bool = False
     expands_windows: bool = False
     products_take_in: bool = False
@@ -368,6 +371,7 @@ RULES = {
         GPU,
         fuses_anywhere=True,
         keeps_order=True,
+        adds_for_vectors=True,
         product_kernels=True,
         expands_windows=True,
         heap_orders=(SIZE, LIFE),
