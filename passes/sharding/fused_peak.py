@@ -176,6 +176,9 @@ class _Moments:
         self.turned = copied_for_loops(block) if rules.turns_gathers else frozenset()
         self.early: dict[int, list[ShardedValue]] = defaultdict(list)  # by when they may be there
         made = {v: t for t, x in enumerate(block.instructions) for v in writes(x)}
+        for value, result in self.held.late.items():
+            self.early[made[result]].append(value)
+            self.last[value] = max(self.last.get(value, 0), made[result])
         for time, after in after_ties(block, waiting).items():
             instruction = block.instructions[time]
             for value in self.held.read_by(reads(instruction)) if self.runs(instruction) else ():
@@ -225,7 +228,8 @@ class _Moments:
                 if self._is_new(value, alive):
                     alive[value], since[value] = self.size(value), time
                     total += alive[value]
-            results = [v for v in writes(instruction) if self._is_new(v, alive)]
+            made = (v for v in writes(instruction) if v not in self.held.late)
+            results = [v for v in made if self._is_new(v, alive)]
             inside, beside, held_inside = self._inside(instruction)
             buffers += (x.between(time, time + 1) for x in held_inside)
             here = {
@@ -337,7 +341,8 @@ class _Moments:
             return next((v for v in dying if v in own and self.size(v) == size), None)
         if not self.rules.writes_over_temporaries or result in self.held.together:
             dying = [v for v in dying if v in self.entering]
-        twice = self.rows.read_twice(self.read(instruction), result, self.size.elements)
+        twice = self.rows.read_twice(read := self.read(instruction), result, self.size.elements)
+        twice = twice if read.isdisjoint(self.held.across) else set()
         return next((v for v in dying if self.size(v) == size and v not in twice), None)
 
     def _beside(self, instruction: Compute) -> tuple[int, str]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Generic
+from typing import Generic, NamedTuple
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import PRODUCTS
+from autopar.passes.sharding.column_softmaxes import WIDE, column_exponentials
 from autopar.passes.sharding.compiler_rules import CompilerRules, is_same_buffer
 from autopar.passes.sharding.epilogues import (
     InstructionValues,
@@ -50,6 +51,8 @@ class HeldValues(Generic[V]):
       made_of: of every buffer, itself; of every other value, the buffers it is computed from.
       epilogue_of: of every buffer that a product writes instead of its result: that result.
       together: what is written in turn with other results, so over nothing that is read.
+      across: exponentials whose sums run across rows: no kernel reads rows of them twice.
+      late: what the kernel of another result writes beside that, and which.
     """
 
     numbers: Mapping[V, int]
@@ -58,6 +61,8 @@ class HeldValues(Generic[V]):
     made_of: Mapping[int, frozenset[int]]
     epilogue_of: Mapping[int, int]
     together: Collection[V] = ()
+    across: Collection[V] = ()
+    late: Mapping[V, V] = field(default_factory=dict)
 
     def root(self, value: V) -> V:
         """The value whose buffer this one is."""
@@ -144,7 +149,7 @@ def held_values(
     own_inputs, own_outputs, own_waited = (
         {numbers[v] for v in some} for some in (inputs, outputs, waited)
     )
-    roots, made_of, epilogue_of, together = _held_numbers(
+    found = _held_numbers(
         numbered(program, numbers),
         own_inputs,
         own_outputs,
@@ -154,8 +159,27 @@ def held_values(
         own_waited,
         lambda number: first_size(values[number]),
     )
-    written = {values[number] for number in together}
-    return HeldValues(numbers, values, roots, made_of, epilogue_of, written)
+    return HeldValues(
+        numbers,
+        values,
+        found.roots,
+        found.made_of,
+        found.epilogue_of,
+        {values[number] for number in found.together},
+        {values[number] for number in found.across},
+        {values[number]: values[result] for number, result in found.late.items()},
+    )
+
+
+class _HeldNumbers(NamedTuple):
+    """What `HeldValues` has, by numbers."""
+
+    roots: list[int]
+    made_of: Mapping[int, frozenset[int]]
+    epilogue_of: Mapping[int, int]
+    together: set[int]
+    across: set[int]
+    late: Mapping[int, int]
 
 
 def _held_numbers(
@@ -167,7 +191,7 @@ def _held_numbers(
     rules: CompilerRules,
     waited: Collection[int],
     first_size: Callable[[int], int],
-) -> tuple[list[int], Mapping[int, frozenset[int]], Mapping[int, int], set[int]]:
+) -> _HeldNumbers:
     """The numbers of `HeldValues`, of a program whose values are numbers."""
     num_bytes, num_elements = size.__getitem__, elements.__getitem__
     roots_of = _names(program, size)
@@ -203,9 +227,12 @@ def _held_numbers(
     if rules.slices_are_read:
         _read_through_parts(program, readers, roots_of)
     turned: dict[int, int] = {}
+    across = set[int]()
     if names >= {"dot_general", "transpose"}:
         turned = turned_products(program, readers, root)
         refusing.update(turned)
+        across = column_exponentials(program, root)
+        refusing |= across
     sums: dict[int, tuple[int, int]] = {}
     if "conv_general_dilated" in names:
         sums = sums_of_convolutions(program, root, num_elements)
@@ -273,17 +300,20 @@ def _held_numbers(
                 is_again = moves_less(value, sources)
             if is_again:
                 made_of[value], chains[value] = sources, chain
-    together: set[int] = set()
+    together, late = set[int](), dict[int, int]()
     if turned:
         for result, value, beside in list(made_together(program, made_of, turned, readers, root)):
             made_of[value] |= beside
-            together.add(result)
+            if size[result] < WIDE * elements[result]:
+                together.add(result)
+            else:  # it lies where the copy does
+                late.update(dict.fromkeys(beside, result))
     epilogue_of: dict[int, int] = {}
     if rules.products_write_epilogues:
         made_of, epilogue_of = without_epilogues(
             program, made_of, root, num_elements, rules, softmaxes.written, outputs
         )
-    return roots_of, made_of, epilogue_of, together
+    return _HeldNumbers(roots_of, made_of, epilogue_of, together, across, late)
 
 
 def _read_through_parts(

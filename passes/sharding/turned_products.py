@@ -64,7 +64,7 @@ def turned_products(
                 orders[result] = first = min(found)
                 for other in found:
                     is_plain = other.dims == tuple(sorted(other.dims))
-                    if not is_plain or not all(_is_short(program[x.product]) for x in found):
+                    if not is_plain or not _is_short(program[other.product]):
                         continue
                     own, wanted = (_places(x.dims, shape) for x in (other, first))
                     if own[-1:] != wanted[-1:]:
