@@ -15,10 +15,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import Graph, inner_jaxprs, user_source, variables, walk
-from autopar.passes.microbatch.equations import MEETS, is_control_flow
+from autopar.passes.microbatch.equations import MEETS, Decision, is_control_flow
 from autopar.passes.microbatch.liveness import PhaseStep
 from autopar.passes.microbatch.phases import Phases
-from autopar.passes.microbatch.propagate import Forward
+from autopar.passes.microbatch.propagate import Bodies, Forward
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.flops import equation_flops, sum_of_bodies
 
@@ -206,15 +206,38 @@ def _prologue_charges(
     return charges
 
 
+def _first_inside(decision: Decision) -> str:
+    """What in the bodies of control flow waits for all rows first, and why.
+
+    Not what reads something that already waits, such as a carry.
+    """
+    bodies = decision.inner.forwards if isinstance(decision.inner, Bodies) else ()
+    for body in bodies:
+        for index, (eqn, found) in enumerate(zip(body.jaxpr.eqns, body.decisions, strict=True)):
+            waits = any(body.state(var).kind == "late" for var in variables(eqn.invars))
+            if found.mode == "late" and not waits:
+                reason = found.reason + _awaited(index, body)
+                return f"`{eqn.primitive.name}` at {user_source(eqn)}: {reason}"
+            if inside := _first_inside(found):
+                return inside
+    return ""
+
+
 def _reason(index: int, forward: Forward) -> str:
     """Why an equation is evaluated on the whole batch, naming what it waits for."""
-    eqn, decision = forward.jaxpr.eqns[index], forward.decisions[index]
+    decision = forward.decisions[index]
     reason = decision.reason or "its result is needed before all rows have been seen"
+    if inside := _first_inside(decision):
+        reason += f". In its body, {inside}"
+    return reason + _awaited(index, forward)
+
+
+def _awaited(index: int, forward: Forward) -> str:
+    """Where that is computed which meets rows of the batch in an equation."""
+    eqn, decision = forward.jaxpr.eqns[index], forward.decisions[index]
     if decision.reason != MEETS:
-        return reason
+        return ""
     states = {var: forward.states[var] for var in variables(eqn.invars)}
     awaited = {v for v, s in states.items() if s.kind in ("late", "partial") and not s.wide}
     waits_for = [e for e in forward.jaxpr.eqns[:index] if not awaited.isdisjoint(e.outvars)]
-    if waits_for:
-        reason += f", computed at {user_source(waits_for[-1])}"
-    return reason
+    return f", computed at {user_source(waits_for[-1])}" if waits_for else ""

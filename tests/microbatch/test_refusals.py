@@ -146,3 +146,41 @@ def test_ordered_callbacks_are_refused() -> None:
     with pytest.raises(InexactMicrobatchError, match="ordered") as error:
         split(graph, analysis)
     assert __file__ in str(error.value.where)
+
+
+def balanced(w: Any, x: Any) -> Any:
+    """A router's loss for the balance of experts, in layers of a scan."""
+
+    def loss_fn(w: Any) -> Any:
+        def layer(carry: Any, w: Any) -> Any:
+            y, balance = carry
+            gates = jax.nn.softmax(y @ w[:, :4])  # meets
+            load = jnp.mean(jax.nn.one_hot(jnp.argmax(gates, -1), 4), 0)
+            balance = balance + jnp.sum(load * jnp.mean(gates, 0))  # computed
+            return (jnp.tanh(y @ w), balance), None
+
+        (y, balance), _ = jax.lax.scan(jax.checkpoint(layer), (x, 0.0), w)
+        return jnp.mean(y**2) + balance
+
+    return jax.value_and_grad(loss_fn)(w)
+
+
+def test_of_a_scan_the_line_in_its_body_is_told() -> None:
+    with pytest.raises(InexactMicrobatchError) as error:
+        autopar.plan(
+            balanced,
+            normal(0, 3, 8, 8),
+            normal(1, 16, 8),
+            cluster="1x4 h100",
+            microbatches=4,
+            stages=1,
+            batch_argnums=(1,),
+        )
+    lines, start = inspect.getsourcelines(balanced)
+    meets, computed = (
+        next(start + i for i, line in enumerate(lines) if line.rstrip().endswith(f"# {mark}"))
+        for mark in ("meets", "computed")
+    )
+    why = " ".join(str(error.value).split())
+    assert f"In its body, `mul` at {__file__}:{meets} " in why
+    assert f"only the whole batch determines, computed at {__file__}:{computed} " in why
