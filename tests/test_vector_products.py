@@ -11,6 +11,7 @@ import pytest
 
 import autopar
 from autopar.passes.graph.graph import walk
+from autopar.passes.graph.name_stacks import pass_of
 from autopar.passes.graph.vector_products import with_sums_for_vectors
 from autopar.passes.trace.trace import trace
 
@@ -91,6 +92,54 @@ def test_products_in_a_scan_are_sums_too() -> None:
     arguments = jax.ShapeDtypeStruct((3, 4), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.float32)
     made = with_sums_for_vectors(trace(step, arguments, batch_axes=(None, 0)).graph)
     assert not any(eqn.primitive.name == "dot_general" for eqn in walk(made.jaxpr))
+
+
+def test_a_product_may_be_what_a_scan_carries_and_what_comes_out() -> None:
+    def step(w: Any, rows: Any) -> Any:
+        moved, sums = jax.lax.scan(lambda h, a: (a @ h, jnp.vdot(h, h)), rows, w)
+        return moved, sums, rows @ rows
+
+    random = np.random.default_rng(0)
+    w, rows = (jnp.asarray(random.normal(size=s), jnp.float32) for s in ((5, 4, 4), (4,)))
+    graph = trace(step, (w, rows), batch_axes=(None, None)).graph
+    made = with_sums_for_vectors(graph)
+    assert not any(eqn.primitive.name == "dot_general" for eqn in walk(made.jaxpr))
+    plain = jax.core.eval_jaxpr(graph.jaxpr, (), w, rows)
+    found = jax.core.eval_jaxpr(made.jaxpr, (), w, rows)
+    for one, other in zip(found, plain, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64])
+def test_products_of_other_numbers_stay(dtype: Any) -> None:
+    graph = trace(lambda x: x @ x, (jnp.ones(4, dtype),), batch_axes=(None,)).graph
+    assert with_sums_for_vectors(graph) is graph
+
+
+def test_of_a_product_with_an_algorithm_of_its_own_nothing_is_known() -> None:
+    def step(x: Any) -> Any:
+        return jax.lax.dot(x, x, precision=jax.lax.DotAlgorithmPreset.F32_F32_F32)
+
+    graph = trace(step, (jnp.ones(4),), batch_axes=(None,)).graph
+    assert with_sums_for_vectors(graph) is graph
+
+
+def test_marks_of_the_backward_pass_and_weak_types_stay() -> None:
+    def step(w: Any, rows: Any) -> Any:
+        weak = jax.lax.broadcast(2.0, (4,))
+        beside = jax.lax.dot(weak, weak)
+        return w - jax.grad(lambda w: jnp.sum((rows @ w) ** 2))(w), beside
+
+    shapes = jnp.ones(4), jnp.ones((8, 4))
+    graph = trace(step, shapes, batch_axes=(None, 0)).graph
+    made = with_sums_for_vectors(graph)
+    late = [pass_of(str(e.source_info.name_stack)) == "backward" for e in made.jaxpr.eqns]
+    names = [eqn.primitive.name for eqn in made.jaxpr.eqns]
+    sums = [is_late for name, is_late in zip(names, late, strict=True) if name == "reduce_sum"]
+    assert sums.count(True) == 1 and False in sums
+    types = [(v.aval.dtype, v.aval.weak_type) for v in graph.jaxpr.outvars]
+    assert [(v.aval.dtype, v.aval.weak_type) for v in made.jaxpr.outvars] == types
+    assert types[1][1], "weak"
 
 
 def dispatched(is_product: bool) -> autopar.Plan:

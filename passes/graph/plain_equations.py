@@ -53,13 +53,12 @@ def _is_empty(result: Var) -> bool:
 def _nothing(eqn: JaxprEqn, result: Var) -> JaxprEqn:
     """An equation that makes an array without elements of a number, as `jnp.zeros` does."""
     zero = jax_compat.array_type((), result.aval.dtype, result.aval.weak_type)
-    return jex_core.new_jaxpr_eqn(
-        [jex_core.Literal(np.zeros((), result.aval.dtype), zero)],
-        [result],
-        lax.broadcast_in_dim_p,
-        {"shape": result.aval.shape, "broadcast_dimensions": (), "sharding": None},
-        jex_core.no_effects,
-        eqn.source_info,
+    shape = {"shape": result.aval.shape, "broadcast_dimensions": (), "sharding": None}
+    return eqn.replace(
+        primitive=lax.broadcast_in_dim_p,
+        params=shape,
+        invars=[jex_core.Literal(np.zeros((), result.aval.dtype), zero)],
+        outvars=[result],
     )
 
 

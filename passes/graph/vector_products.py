@@ -87,7 +87,8 @@ def is_vector_product(eqn: JaxprEqn) -> bool:
     added, _, free = _sizes(eqn)
     if not min(added, *free):
         return False
-    return added == 1 or (min(free) == 1 and added * sum(free) < MOST_ELEMENTS)
+    is_small = added * sum(free) < MOST_ELEMENTS
+    return added == 1 or max(free) == 1 or (min(free) == 1 and is_small)
 
 
 def _dims(eqn: JaxprEqn) -> list[tuple[Sequence[int], Sequence[int], list[int]]]:
@@ -122,7 +123,16 @@ def _inlined(eqn: JaxprEqn) -> list[JaxprEqn]:
         results = [jax_compat.new_var(var.aval) for var in inner.outvars]
         operands = [read_atom(env, atom) for atom in inner.invars]
         env.update(zip(inner.outvars, results, strict=True))
-        made.append(inner.replace(invars=operands, outvars=results, source_info=eqn.source_info))
+        info = {"source_info": eqn.source_info, "ctx": eqn.ctx}
+        made.append(inner.replace(invars=operands, outvars=results, **info))
+    aval = eqn.outvars[0].aval
+    if made[-1].outvars[0].aval.weak_type != aval.weak_type:
+        cast = lax.convert_element_type_p
+        params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
+        operands, results = [*made[-1].outvars], [jax_compat.new_var(aval)]
+        made.append(
+            made[-1].replace(primitive=cast, params=params, invars=operands, outvars=results)
+        )
     return made
 
 

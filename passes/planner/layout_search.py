@@ -293,6 +293,8 @@ class LayoutSearch:
         """
         counts = list(microbatch_counts(self.graph, self.options, layout))
         nothing_fits, away = math.isinf(self.best_seconds), self.options.offload != "none"
+        # Layers are priced with all kept, of which nothing is kept where all is computed again.
+        away = away or (self.options.remat == "full" and not self.known.stages)
         if not self.is_long or (nothing_fits and away):
             return OneMeshBound(counts[0])
         left = counts[min(len(self.too_few(counts)), len(counts) - 1) :]

@@ -36,7 +36,7 @@ def column_exponentials(
       root: the value whose buffer one is.
     """
     orders: dict[int, Order] = {}  # dimensions from the outermost to the innermost
-    known = set[int]()  # of float32, or behind a function: not computed again
+    known = set[int]()  # of float32, or after a function: not computed again
     rows, written = RowExponentials(root), set[int]()
     for made in program:
         if made.eqn is None or len(made.results) != 1:

@@ -31,7 +31,7 @@ def accumulating(eqn: JaxprEqn) -> tuple[bool, ...]:
 
 def _adds(reader: JaxprEqn, var: Var, result: Atom) -> bool:
     """Whether the one equation that reads a carry gives its result by adding to it."""
-    if isinstance(result, Literal) or reader.outvars[0] is not result:
+    if isinstance(result, Literal) or result not in reader.outvars[:1]:  # a callback has none
         return False
     position = next(i for i, v in enumerate(reader.invars) if v is var)
     return any(position in o and len(o) > 1 for o in linear_operands(reader))

@@ -60,3 +60,25 @@ def test_microbatches_give_the_same_numbers(layer: Any, is_scan: bool) -> None:
     for one, other in zip(made(w, x), jax.jit(own)(w, x), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     assert made.plan.num_microbatches == 4
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_a_carry_that_only_a_callback_reads_is_carried(size: int) -> None:
+    """Without elements, what else reads it is made of nothing; or the carry is replaced."""
+    seen = []
+
+    def own(w: jax.Array, x: jax.Array) -> Any:
+        def layer(carry: Any, w: jax.Array) -> Any:
+            h, beside = carry
+            jax.debug.callback(lambda values: seen.append(values.shape), beside)
+            return (jnp.tanh(h @ w), beside * 2 if not size else jnp.ones(size)), None
+
+        (h, beside), _ = jax.lax.scan(layer, (x, jnp.zeros(size)), w)
+        return jnp.mean(h**2), beside
+
+    w, x = jnp.ones((LAYERS, WIDTH, WIDTH)) / WIDTH, jnp.ones((ROWS, WIDTH))
+    made = autopar.compile(own, w, x, microbatches=1, donate_argnums=())
+    for one, other in zip(made(w, x), jax.jit(own)(w, x), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    jax.effects_barrier()
+    assert set(seen) == {(size,)}

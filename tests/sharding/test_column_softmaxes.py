@@ -67,6 +67,6 @@ def test_exponentials_across_rows_are_written(cap: float, is_scan: bool, compile
     assert planned(cap, is_scan) == pytest.approx(compiled, rel=0.02)
 
 
-def test_products_in_16_bits_have_theirs_computed_again_but_behind_a_function() -> None:
+def test_products_in_16_bits_have_theirs_computed_again_but_after_a_function() -> None:
     plain, capped = (planned(cap, True, None) for cap in (0.0, 50.0))
     assert capped >= plain + 1.0  # GiB: exponentials, or what is below the function, beside scores
