@@ -21,7 +21,7 @@ MAY_MEET = 1.1  # times the limit that layers alone may need: where they meet, t
 HARDLY_MORE = 1.02  # times the least memory of all shapes: as good, for all that is known
 KEPT_AT_LEAST = 0.5  # of an even part of the activations that stages keep; one mesh may keep less
 NEEDED_AT_LEAST = 0.8  # of an even part of all that units need on smaller meshes
-WORTH_GATHERING = 0.25  # of what is missing: weights that are gathered for all microbatches
+WORTH_GATHERING = 0.25  # of what is missing: gathered weights, to gather them for each pass
 NEAR = 2  # times the microbatches that were priced: what these tell needs no pricing of its own
 SURELY = 0.95  # times the limit, what is told so may need
 

@@ -24,6 +24,7 @@ from autopar.passes.graph.graph import Graph
 from autopar.passes.planner.candidates import PlannedStep, on_one_mesh
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.least_memory import state_on_devices
+from autopar.passes.planner.one_mesh import WORTH_GATHERING
 from autopar.passes.planner.planned_stage import PlannedStage
 from autopar.passes.planner.recomputed_steps import RecomputedSteps
 from autopar.passes.planner.recomputing_stages import noted
@@ -33,7 +34,6 @@ from autopar.passes.planner.stages_within import seconds_of_best
 from autopar.passes.sharding.gathered_twice import gathered_for_both
 from autopar.passes.sharding.restrict import check_batch
 
-WORTH_GATHERING = 0.25  # of what is missing: weights that are gathered for both passes
 WORTH_SOLVING = 0.25  # of what is missing: what computing again spares where that is not enough
 TRIES = 3  # plans between the choice that keeps least and all
 MAY_BE_QUICKER = 1.05  # times what fits: what computes again writes less, and may still be quicker
