@@ -95,6 +95,25 @@ def capped_grouped(q: Any, k: Any, v: Any) -> Any:
     return jnp.einsum("bkgts,bske->btkge", p, v[:, :, :heads]).reshape(q.shape)
 
 
+def grouped_wide(q: Any, k: Any, v: Any) -> Any:
+    return _wide(q, k, v, masked)
+
+
+def capped_grouped_wide(q: Any, k: Any, v: Any) -> Any:
+    return _wide(q, k, v, windowed_caps)
+
+
+def _wide(q: Any, k: Any, v: Any, softmax: Callable[[Any, Any], Any]) -> Any:
+    """Grouped attention whose product of queries and keys is in float32."""
+    heads = q.shape[2] // GROUP
+    split = q.reshape(*q.shape[:2], heads, GROUP, q.shape[-1])
+    scores = jnp.einsum(
+        "btkge,bske->bkgts", split, k[:, :, :heads], preferred_element_type=jnp.float32
+    )
+    p = softmax(scores, q.dtype)
+    return jnp.einsum("bkgts,bske->btkge", p, v[:, :, :heads]).reshape(q.shape)
+
+
 def keys_first(q: Any, k: Any, v: Any) -> Any:
     scores = jnp.einsum("bkhd,bqhd->bhkq", k, q).astype(jnp.float32)
     mask = jnp.triu(jnp.ones(scores.shape[-2:], bool))
@@ -110,7 +129,14 @@ def heads_last(q: Any, k: Any, v: Any) -> Any:
 
 
 _WAYS = (plain, library, library_grouped, grouped, turned, unmasked, short)
-_LESS_USUAL = (capped, capped_grouped, keys_first, heads_last)
+_LESS_USUAL = (
+    grouped_wide,
+    capped,
+    capped_grouped,
+    capped_grouped_wide,
+    keys_first,
+    heads_last,
+)
 FORMS: dict[str, Callable[[Any, Any, Any], Any]] = {f.__name__: f for f in (*_WAYS, *_LESS_USUAL)}
 
 

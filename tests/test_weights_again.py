@@ -131,3 +131,4 @@ def test_where_nothing_else_fits_layers_are_priced_with_weights_gathered_again(
     assert tight.estimates.peak_bytes_per_device <= limit
     again = autopar.plan(step, state, rows, memory_limit=limit, **options)
     assert str(again) == str(tight)
+    assert str(tight.recomputation).endswith("gathered again, as prices count it anyway")

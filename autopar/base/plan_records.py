@@ -289,8 +289,8 @@ class Recomputation(Record):
         plural, whole = "s" * (self.weights != 1), format_bytes(self.weight_bytes)
         weights = f"{self.weights} weight{plural} ({whole}) gathered again"
         if self.weights and not self.operations:
-            longer = format_seconds(self.seconds)
-            return f"{weights}, as prices count it anyway: {whose} takes {longer} more"
+            longer = f": {whose} takes {format_seconds(self.seconds)} more" if self.seconds else ""
+            return f"{weights}, as prices count it anyway{longer}"
         shown = [f"{count} {name}" for name, count in self.operations[:4]] or ["nothing"]
         more = sum(count for _, count in self.operations[4:])
         what = ", ".join([*shown, *([f"{more} more"] if more else [])])

@@ -23,9 +23,12 @@ from autopar.passes.graph.graph import Atom, Graph, map_inner_jaxprs, read_atom,
 from autopar.passes.graph.primitives import CONTROL_FLOW
 
 MOST_ELEMENTS = 10_000_000
-"""Of the matrix of one row of the batch: what has more is a product (`ShouldStrengthReduceDotTo\
-Reduce` in XLA's `gpu/transforms/algebraic_simplifier.cc`; found as well by compiling such products
-for an H100, jaxlib 0.10.2: 1024 by 256 for each of 256 rows is a sum, 8192 by 4096 is not)."""
+"""Of a matrix that meets a vector, as XLA counts them: what has more is a product.
+
+Found by compiling for an H100 with jaxlib 0.10.2: 2048 by 4096 are a sum, 3072 by 4096 for each of
+four rows and 8192 by 4096 are not; two vectors are one of any length (60 million elements). In XLA
+that is `ShouldStrengthReduceDotToReduce`, whose limit is not the same in every version.
+"""
 
 _HALVES = (jnp.bfloat16, jnp.float16)
 _PLAIN = (*_HALVES, jnp.float32, jnp.float64)
@@ -84,7 +87,7 @@ def is_vector_product(eqn: JaxprEqn) -> bool:
     dtypes = [atom.aval.dtype for atom in (*eqn.invars, *eqn.outvars)]
     if not all(dtype in _PLAIN for dtype in dtypes):
         return False
-    added, _, free = _sizes(eqn)
+    added, free = _sizes(eqn)
     if not min(added, *free):
         return False
     is_small = added * sum(free) < MOST_ELEMENTS
@@ -104,13 +107,12 @@ def _dims(eqn: JaxprEqn) -> list[tuple[Sequence[int], Sequence[int], list[int]]]
     ]
 
 
-def _sizes(eqn: JaxprEqn) -> tuple[int, int, list[int]]:
-    """How many are added up, rows of the batch, and elements of a row of each operand's own."""
-    each = [
-        [math.prod(x.aval.shape[d] for d in dims) for dims in kinds]
-        for x, kinds in zip(eqn.invars, _dims(eqn), strict=True)
-    ]
-    return each[0][0], each[0][1], [own for _, _, own in each]
+def _sizes(eqn: JaxprEqn) -> tuple[int, list[int]]:
+    """How many are added up, and how many elements each operand has of its own, for one row."""
+    shapes, kinds = [x.aval.shape for x in eqn.invars], _dims(eqn)
+    added = math.prod(shapes[0][dim] for dim in kinds[0][0])
+    pairs = zip(shapes, kinds, strict=True)
+    return added, [math.prod(shape[dim] for dim in own) for shape, (_, _, own) in pairs]
 
 
 def _inlined(eqn: JaxprEqn) -> list[JaxprEqn]:
@@ -139,7 +141,7 @@ def _inlined(eqn: JaxprEqn) -> list[JaxprEqn]:
 def _added(eqn: JaxprEqn, *operands: jax.Array) -> jax.Array:
     """A product as a sum over dimensions of the larger operand, in the order that it has."""
     dtype = np.dtype(eqn.outvars[0].aval.dtype)
-    added, _, free = _sizes(eqn)
+    added, free = _sizes(eqn)
     wide = jnp.promote_types(dtype, jnp.float32) if added > 1 and dtype in _HALVES else dtype
     values = [lax.convert_element_type(x, wide) for x in operands]
     first = 1 if free[1] > free[0] else 0

@@ -292,10 +292,11 @@ class LayoutSearch:
         expected to fit on one mesh, it is tried with the most.
         """
         counts = list(microbatch_counts(self.graph, self.options, layout))
-        nothing_fits, away = math.isinf(self.best_seconds), self.options.offload != "none"
-        # Layers are priced with all kept, of which nothing is kept where all is computed again.
-        away = away or (self.options.remat == "full" and not self.known.stages)
-        if not self.is_long or (nothing_fits and away):
+        nothing_fits = math.isinf(self.best_seconds)
+        # Layers are priced with all in the devices' memory, and all kept for the backward pass.
+        is_leaner = self.options.offload != "none"
+        is_leaner |= self.options.remat == "full" and not self.known.stages
+        if not self.is_long or (nothing_fits and is_leaner):
             return OneMeshBound(counts[0])
         left = counts[min(len(self.too_few(counts)), len(counts) - 1) :]
         limit = int((MAY_MEET if nothing_fits else 1.0) * self._limit)

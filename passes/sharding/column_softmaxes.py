@@ -10,20 +10,16 @@ as the scores are below a tanh (soft-capped logits).
 Found by compiling three layers of grouped attention for an H100 (jax 0.10.2), products in float32,
 with remat, in a scan and unrolled: with soft-capped scores 3.86 and 7.94 GiB, 2.85 and 5.93 if
 exponentials were computed where they are read; unrolled without them 4.94, which was 5.93 so.
-Products in 16 bits, whose scores are cast, are for `turned_products.py` to tell.
+Of products in 16 bits it is so after a tanh; else `turned_products.py` tells what is written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autopar.passes.graph.primitives import ELEMENTWISE
 from autopar.passes.sharding.epilogues import InstructionValues, name_of
 from autopar.passes.sharding.row_exponentials import RowExponentials
-from autopar.passes.sharding.turned_products import FEWEST_DIMS, Order
-
-WIDE = 4
-"""Bytes of a float32."""
+from autopar.passes.sharding.turned_products import is_short, orders_of
 
 
 def column_exponentials(
@@ -35,25 +31,23 @@ def column_exponentials(
       program: its instructions in order.
       root: the value whose buffer one is.
     """
-    orders: dict[int, Order] = {}  # dimensions from the outermost to the innermost
-    known = set[int]()  # of float32, or after a function: not computed again
-    rows, written = RowExponentials(root), set[int]()
+    orders, rows, written = orders_of(program), RowExponentials(root), set[int]()
+    functions = set[int]()  # a tanh of what a product wrote, and what is made of it one by one
     for made in program:
         if made.eqn is None or len(made.results) != 1:
             continue
-        name, (result,), aval = name_of(made), made.results, made.eqn.outvars[0].aval
-        if name == "dot_general" and len(aval.shape) >= FEWEST_DIMS:
-            orders[result] = tuple(range(len(aval.shape)))
-            known.update({result} if aval.dtype.itemsize >= WIDE else ())
-        elif name == "transpose" and (operand := made.operands[0]) in orders:
-            places = tuple(made.eqn.params["permutation"])
-            orders[result] = tuple(map(places.index, orders[operand]))
-            known.update({result} if operand in known else ())
-        elif name in ELEMENTWISE:
-            found = [v for v in made.operands if v in orders]
-            orders.update({result: orders[found[0]]} if found else {})
-            known.update({result} if found and (name == "tanh" or found[0] in known) else ())
-        if rows.scores_of(made) is not None and result in known:
-            inner = [dim for dim in orders[result] if aval.shape[dim] > 1]
-            written.update({root(result)} if inner[-1:] != [aval.ndim - 1] else ())
+        scores, (result,) = rows.scores_of(made), made.results
+        if result not in orders:
+            continue
+        product, dims = orders[result]
+        own = (v for v in made.operands if v in functions)
+        if name_of(made) == "tanh" or any(orders[v].product == product for v in own):
+            functions.add(result)
+        if scores is None:
+            continue
+        aval = made.eqn.outvars[0].aval
+        inner = [dim for dim in dims if aval.shape[dim] > 1]
+        is_across = inner[-1:] != [aval.ndim - 1]
+        if is_across and (not is_short(program[product]) or result in functions):
+            written.add(root(result))
     return written

@@ -228,8 +228,8 @@ class _Moments:
                 if self._is_new(value, alive):
                     alive[value], since[value] = self.size(value), time
                     total += alive[value]
-            made = (v for v in writes(instruction) if v not in self.held.late)
-            results = [v for v in made if self._is_new(v, alive)]
+            own = (v for v in writes(instruction) if v not in self.held.late)
+            results = [v for v in own if self._is_new(v, alive)]
             inside, beside, held_inside = self._inside(instruction)
             buffers += (x.between(time, time + 1) for x in held_inside)
             here = {
@@ -341,8 +341,7 @@ class _Moments:
             return next((v for v in dying if v in own and self.size(v) == size), None)
         if not self.rules.writes_over_temporaries or result in self.held.together:
             dying = [v for v in dying if v in self.entering]
-        twice = self.rows.read_twice(read := self.read(instruction), result, self.size.elements)
-        twice = twice if read.isdisjoint(self.held.across) else set()
+        twice = self.rows.read_twice(self.read(instruction), result, self.size.elements)
         return next((v for v in dying if self.size(v) == size and v not in twice), None)
 
     def _beside(self, instruction: Compute) -> tuple[int, str]:

@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import PRODUCTS
-from autopar.passes.sharding.column_softmaxes import WIDE, column_exponentials
+from autopar.passes.sharding.column_softmaxes import column_exponentials
 from autopar.passes.sharding.compiler_rules import CompilerRules, is_same_buffer
 from autopar.passes.sharding.epilogues import (
     InstructionValues,
@@ -26,7 +26,7 @@ from autopar.passes.sharding.epilogues import (
 )
 from autopar.passes.sharding.kernel_times import cycles, kernel_seconds
 from autopar.passes.sharding.product_kernels import mapped, operand_of, sums_of_convolutions
-from autopar.passes.sharding.softmaxes import Softmaxes, softmaxes_of
+from autopar.passes.sharding.softmaxes import WIDE, Softmaxes, softmaxes_of
 from autopar.passes.sharding.split_softmaxes import split_exponentials
 from autopar.passes.sharding.turned_products import made_together, turned_products
 

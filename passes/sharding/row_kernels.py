@@ -18,10 +18,12 @@ class RowKernels:
       reduced: the results of reductions in kernels with their readers, and the buffers that these
         read.
       scattered: buffers to which something is scattered.
+      across: exponentials whose sums are no kernel's rows.
     """
 
     reduced: Mapping[ShardedValue, set[ShardedValue]]
     scattered: Collection[ShardedValue]
+    across: Collection[ShardedValue]
 
     @classmethod
     def of(cls, instructions: Sequence[Instruction], held: HeldValues[ShardedValue]) -> RowKernels:
@@ -34,7 +36,7 @@ class RowKernels:
             for value in x.results
         }
         scatters = [x for x in computed if x.eqn.primitive.name == "scatter-add"]
-        return cls(reduced, {held.root(v) for x in scatters for v in x.results})
+        return cls(reduced, {held.root(v) for x in scatters for v in x.results}, held.across)
 
     def read_twice(
         self,
@@ -45,8 +47,10 @@ class RowKernels:
         """What a kernel reads again after it has reduced it, over which it does not write.
 
         None where something as large is scattered: XLA scatters into what else is added, which
-        another kernel has computed before.
+        another kernel has computed before. Nor where sums run across the rows.
         """
+        if any(v in self.across for v in read):
+            return set()
         if any(v in self.scattered and elements(v) == elements(result) for v in read):
             return set()
         return {v for value in read for v in self.reduced.get(value, ())}

@@ -8,7 +8,7 @@ H100, where the copy is written in float32, with the cast of its only reader, if
 read it. The softmax is not over rows then, and what is made of both is written by one kernel with
 what is made of the first alone: the gradient of the scores with the probabilities. That is so too
 where rows are only swapped for columns, as without groups, and nothing is copied then. Not so
-products in float32, nor where both products are transposed.
+where the one that would be copied is in float32, nor where both products are transposed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from autopar.passes.graph.primitives import ELEMENTWISE
-from autopar.passes.sharding.epilogues import InstructionValues, name_of
+from autopar.passes.sharding.epilogues import InstructionValues, V, name_of
 
 FEWEST_DIMS = 4
 """Of what is batched and has rows and columns and groups of them."""
@@ -32,6 +32,27 @@ class Ordered(NamedTuple):
     dims: Order
 
 
+def orders_of(program: Sequence[InstructionValues[V]]) -> dict[V, Ordered]:
+    """In which order a program's values have their dimensions that are made of products' results.
+
+    Transposed, and element by element; where several products meet, in the order of the first.
+    """
+    orders: dict[V, Ordered] = {}
+    for number, made in enumerate(program):
+        if made.eqn is None or len(made.results) != 1:
+            continue
+        name, (result,), shape = name_of(made), made.results, made.eqn.outvars[0].aval.shape
+        if name == "dot_general" and len(shape) >= FEWEST_DIMS:
+            orders[result] = Ordered(number, tuple(range(len(shape))))
+        elif name == "transpose" and (operand := made.operands[0]) in orders:
+            known, places = orders[operand], tuple(made.eqn.params["permutation"])
+            orders[result] = Ordered(known.product, tuple(map(places.index, known.dims)))
+        elif name in ELEMENTWISE:
+            met = [orders[v] for v in made.operands if v in orders]
+            orders.update({result: min(met)} if met else {})
+    return orders
+
+
 def turned_products(
     program: Sequence[InstructionValues[int]],
     readers: Sequence[Sequence[int]],
@@ -44,34 +65,25 @@ def turned_products(
       readers: of each buffer, the numbers of the instructions that read it.
       root: the value whose buffer one is.
     """
-    orders: dict[int, Ordered] = {}
+    orders = orders_of(program)
     turned: dict[int, set[int]] = {}  # products that meet others, and the instructions where
     firsts: dict[int, int] = {}
     swapped: set[int] = set()  # rows for columns: kernels read what they need in tiles
     for number, made in enumerate(program):
-        name = name_of(made)
-        if made.eqn is None or len(made.results) != 1:
+        if name_of(made) not in ELEMENTWISE or not made.results or made.results[0] not in orders:
             continue
-        (result,), shape = made.results, made.eqn.outvars[0].aval.shape
-        if name == "dot_general" and len(shape) >= FEWEST_DIMS:
-            orders[result] = Ordered(number, tuple(range(len(shape))))
-        elif name == "transpose" and (known := _get(orders, made.operands[0])) is not None:
-            places = tuple(made.eqn.params["permutation"])
-            orders[result] = Ordered(known.product, tuple(map(places.index, known.dims)))
-        elif name in ELEMENTWISE:
-            found = [x for v in made.operands if (x := _get(orders, v)) is not None]
-            if found:
-                orders[result] = first = min(found)
-                for other in found:
-                    is_plain = other.dims == tuple(sorted(other.dims))
-                    if not is_plain or not _is_short(program[other.product]):
-                        continue
-                    own, wanted = (_places(x.dims, shape) for x in (other, first))
-                    if own[-1:] != wanted[-1:]:
-                        turned.setdefault(other.product, set()).add(number)
-                        firsts.setdefault(other.product, first.product)
-                        if own == (*wanted[:-2], *wanted[:-3:-1]):
-                            swapped.add(other.product)
+        assert made.eqn is not None
+        first, shape = orders[made.results[0]], made.eqn.outvars[0].aval.shape
+        for other in (orders[v] for v in made.operands if v in orders):
+            is_plain = other.dims == tuple(sorted(other.dims))
+            if not is_plain or not is_short(program[other.product]):
+                continue
+            own, wanted = (_places(x.dims, shape) for x in (other, first))
+            if own[-1:] != wanted[-1:]:
+                turned.setdefault(other.product, set()).add(number)
+                firsts.setdefault(other.product, first.product)
+                if own == (*wanted[:-2], *wanted[:-3:-1]):
+                    swapped.add(other.product)
     written: dict[int, int] = {}
     for number, meetings in turned.items():
         value = root(program[number].results[0])
@@ -120,11 +132,7 @@ def made_together(
             yield result, next(v for v in own if met & made_of[v]), frozenset(beside)
 
 
-def _get(orders: Mapping[int, Ordered], value: int | None) -> Ordered | None:
-    return None if value is None else orders.get(value)
-
-
-def _is_short(made: InstructionValues[int]) -> bool:
+def is_short(made: InstructionValues[int]) -> bool:
     """Whether a product has few bits, which are widened for what comes after it."""
     return made.eqn is not None and made.eqn.outvars[0].aval.dtype.itemsize < 4
 
