@@ -365,7 +365,8 @@ class PlanRecord(Displayed, Record):
       expert_blocks: rows of grouped products are sent to so many blocks of experts, each of which
         has room for all of them; 0: they are not.
       later_loops: a step that needs the whole batch in its middle has several loops over the
-        microbatches; the later ones "keep" or "recompute" what earlier ones computed of a row.
+        microbatches; the later ones "keep" or "recompute" what earlier ones computed of a row,
+        or "reuse" what those needed themselves.
       interrupted: planning stopped before everything was tried, by Ctrl-C or `planning_time_limit`.
       written: digests of its parts as they were written, by which edits of a file are seen.
       recomputation: of a plan for one mesh, what is computed again to save memory.

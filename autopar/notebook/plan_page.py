@@ -32,7 +32,7 @@ from autopar.report.hot_lines import hot_lines
 from autopar.report.palette import APART, APART_PARTS, IDLE
 from autopar.report.path_folding import fold_paths, short_path
 from autopar.report.reasons import partition_spec, reasons_of_leaves
-from autopar.report.stage_notes import describe_casts, describe_recomputed
+from autopar.report.stage_notes import describe_casts, describe_later_loops, describe_recomputed
 from autopar.report.state_parts import input_categories, stage_contents
 from autopar.report.throughput import throughput
 
@@ -162,8 +162,8 @@ def _notes(plan: PlanRecord) -> list[str]:
         sizes = ", ".join(f"{size} to {padded}" for size, padded in plan.padding)
         notes.append(f"Padded inside the step: {sizes}.")
     notes += [f"Rows {line}." for line in told(plan.row_sorts)]
-    if plan.later_loops:
-        notes.append(f"Several loops over the microbatches; later ones {plan.later_loops}.")
+    if loops := describe_later_loops(plan):
+        notes.append(f"Several loops over the microbatches; {loops}.")
     return [f'<div class="q">{text(note)}</div>' for note in notes]
 
 

@@ -18,7 +18,7 @@ from autopar.report import drawn_steps, summaries
 from autopar.report.hot_lines import KINDS, MOST_IN_PLAN, advice_list, hot_lines, line_table
 from autopar.report.path_folding import relative_path
 from autopar.report.rich_parts import PathText, add_row, as_text, captioned, new_table
-from autopar.report.stage_notes import describe_casts, describe_recomputed
+from autopar.report.stage_notes import describe_casts, describe_later_loops, describe_recomputed
 from autopar.report.state_parts import input_categories, stage_contents
 from autopar.report.task_spans import TASKS
 from autopar.report.throughput import throughput
@@ -103,9 +103,8 @@ class _Tables:
             add_row(grid, "pipeline", summaries.describe_pipeline(plan.pipeline, len(plan.stages)))
         reason = (f"  {plan.reason_for_microbatches}", "dim")
         add_row(grid, "microbatches", Text.assemble((str(plan.num_microbatches), "bold"), reason))
-        if plan.later_loops:
-            does = {"keep": "keep", "recompute": "compute again"}[plan.later_loops]
-            add_row(grid, "loops", f"several; later ones {does} what they need of earlier ones")
+        if loops := describe_later_loops(plan):
+            add_row(grid, "loops", f"several; {loops}")
         if again := describe_recomputed(plan):
             add_row(grid, "recomputed", again)
         if casting := describe_casts(plan.stages):

@@ -1,4 +1,4 @@
-"""What a plan says of stages that cast or compute otherwise, for want of memory."""
+"""What a plan says of stages and loops that cast, compute or keep otherwise, for their memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from collections.abc import Sequence
 
 from autopar.base.plan_records import PlanRecord, Recomputation, StagePlan
 from autopar.report.summaries import format_stages
+
+_LATER_LOOPS = {
+    "keep": "keep what they need of earlier ones",
+    "reuse": "reuse what earlier ones compute for themselves",
+    "recompute": "compute again what they need of earlier ones",
+}
 
 
 def describe_casts(stages: Sequence[StagePlan]) -> str:
@@ -28,6 +34,11 @@ def describe_recomputed(plan: PlanRecord) -> str:
             alike.setdefault(stage.recomputation, []).append(number)
     found += [f"{_named(n)}: {again.described('the stage')}" for again, n in alike.items()]
     return "; ".join(found)
+
+
+def describe_later_loops(plan: PlanRecord) -> str:
+    """What the later of several loops over the microbatches do; "" where there is one at most."""
+    return f"later ones {_LATER_LOOPS[plan.later_loops]}" if plan.later_loops else ""
 
 
 def _named(numbers: Sequence[int]) -> str:

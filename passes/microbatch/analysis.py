@@ -31,8 +31,9 @@ from autopar.passes.microbatch.several_loops import (
     rows_for_the_middle,
     rows_to_compare,
     rows_to_keep,
+    rows_to_reuse,
 )
-from autopar.passes.microbatch.whole_batch import Costs, Culprit, measure
+from autopar.passes.microbatch.whole_batch import Costs, Culprit, costs_of_parts, measure
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
 
@@ -110,7 +111,7 @@ def analyze(
     max_flops_share: float = 0.01,
     max_bytes_share: float = 0.05,
     max_loops: int = MAX_LOOPS,
-    keeps: bool = False,
+    later_loops: str = "recompute",
 ) -> Analysis:
     """Find out how every value depends on the batch, and so what runs before, in and after a loop.
 
@@ -121,15 +122,15 @@ def analyze(
       max_flops_share: the largest share of FLOPs that may be evaluated on the whole batch.
       max_bytes_share: the same for the bytes of values that grow with the batch.
       max_loops: how many loops a step may become that one does not do for.
-      keeps: whether later loops read what earlier ones computed of a row; they compute it again
-        otherwise.
+      later_loops: what these do with what earlier ones computed of a row: "recompute" or "keep" it,
+        or "reuse" what those needed themselves.
 
     Returns:
       The analysis. It raises nothing: `culprits` says what forbids the split.
     """
     sizes = tuple(sorted(batch_sizes(graph), reverse=True))
     assert not any(size % num_microbatches for size in sizes), (sizes, num_microbatches)
-    limits = _Limits(num_microbatches, sizes, max_flops_share, max_bytes_share, keeps)
+    limits = _Limits(num_microbatches, sizes, max_flops_share, max_bytes_share, later_loops)
     usual, found = _attempt(graph, rules, limits, input_states(graph, num_microbatches))
     if not usual.culprits:
         return usual
@@ -160,7 +161,7 @@ class _Limits:
     sizes: tuple[int, ...]
     max_flops_share: float
     max_bytes_share: float
-    keeps: bool
+    later_loops: str
 
     @property
     def between_loops(self) -> _Limits:
@@ -227,9 +228,9 @@ def _in_several_loops(
         return None
     # What the loop has summed up is there when it ends.
     kept = {var: lattice.whole(batch=True) for var, _ in usual.phases.accumulated}
-    if limits.keeps:
-        rows = rows_to_keep(found, (var for var, _ in usual.phases.collected))
-        kept |= {var: found.states[var] for var in rows}
+    own = rows_to_keep(found, (var for var, _ in usual.phases.collected))
+    if limits.later_loops == "keep":
+        kept |= {var: found.states[var] for var in own}
     middle: dict[Var, BatchState] = {}
     while True:
         cut = cut_step(graph, rules, tuple(kept | middle))
@@ -240,9 +241,12 @@ def _in_several_loops(
         rows = rows_for_the_middle(found, rest_found, cut)
         rows += rows_to_compare(found, rest_found, cut)
         rows = [var for var in rows if var not in middle]
+        middle |= {var: replace(found.states[var], params=False) for var in rows}
+        if not rows and limits.later_loops == "reuse" and own:
+            rows, own = rows_to_reuse(found, own, cut), []
+            kept |= {var: found.states[var] for var in rows}
         if not rows:
             break
-        middle |= {var: replace(found.states[var], params=False) for var in rows}
     if not cut.kept or num_late(rest_found) >= num_late(found):
         return None
     first, _ = _attempt(cut.first, cut.rules, limits, states, held)
@@ -258,7 +262,7 @@ def _in_several_loops(
     return replace(
         first,
         graph=graph,
-        costs=_added(tuple(part.costs for part in parts)),
+        costs=costs_of_parts([part.costs for part in parts]),
         certificate=_certificate_of_parts(graph, parts, cuts),
         parts=parts,
         cuts=cuts,
@@ -325,18 +329,6 @@ def refusal(analysis: Analysis) -> InexactMicrobatchError:
         where=culprit.source,
         why=why,
         hint=hint,
-    )
-
-
-def _added(costs: Sequence[Costs]) -> Costs:
-    """What all parts of a step cost; what is batch-wide is that of the worst."""
-    worst = max(costs, key=lambda cost: max(cost.flops_share, cost.bytes_share))
-    return replace(
-        worst,
-        prologue_flops=costs[0].prologue_flops,
-        loop_flops=sum(cost.loop_flops for cost in costs),
-        epilogue_flops=sum(cost.epilogue_flops for cost in costs)
-        + sum(cost.prologue_flops for cost in costs[1:]),
     )
 
 

@@ -167,6 +167,47 @@ def rows_to_keep(before: Forward, read: Iterable[Var]) -> list[Var]:
     return list(found)
 
 
+def rows_to_reuse(before: Forward, own: Sequence[Var], cut: CutStep) -> list[Var]:
+    """Of the rows that the first loop computes for its own results, those that the rest needs.
+
+    As few bytes of them as the rest can do with without heavy equations of that loop. The loop does
+    nothing ahead for the rest: PPO keeps the advantages that it whitens, not the activations of the
+    policy. If it computes all of its `own` rows anyway, these.
+    """
+    makers = {var: eqn for eqn in cut.first.jaxpr.eqns for var in eqn.outvars}
+    if makers.keys() >= set(own):
+        return list(own)
+    wanted: dict[Var, None] = {}
+    for eqn in cut.rest.jaxpr.eqns:
+        if makers.keys().isdisjoint(eqn.outvars):
+            wanted.update(dict.fromkeys(variables(eqn.invars)))
+    wanted.update(dict.fromkeys(variables(cut.rest.jaxpr.outvars)))
+    sizes: dict[Var, float] = {}  # bytes of what is kept for a row's value, or of its operands
+    operands: dict[Var, list[Var]] = {}  # of what is computed again
+    for eqn in cut.first.jaxpr.eqns:
+        rows = [v for v in dict.fromkeys(variables(eqn.invars)) if v in sizes]
+        again = sum(map(sizes.__getitem__, rows))
+        is_heavy = eqn.primitive.name in HEAVY
+        for var in eqn.outvars:
+            state = before.states.get(var)
+            if state is None or state.kind != "split" or state.early:
+                continue
+            own_bytes = var.aval.size * var.aval.dtype.itemsize
+            if not is_heavy and again < own_bytes:
+                operands[var] = rows
+            sizes[var] = again if var in operands else own_bytes
+    found, waiting = dict[Var, None](), [var for var in wanted if var in sizes]
+    seen: set[Var] = set()
+    while waiting:
+        var = waiting.pop()
+        if var not in seen:
+            seen.add(var)
+            waiting += operands.get(var, ())
+            if var not in operands:
+                found[var] = None
+    return list(found)
+
+
 def gives_with_effect(eqn: JaxprEqn) -> bool:
     """Whether an equation with an effect, which happens once, has results."""
     return bool(eqn.effects) and not all(isinstance(var, DropVar) for var in eqn.outvars)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
@@ -241,3 +241,15 @@ def _awaited(index: int, forward: Forward) -> str:
     awaited = {v for v, s in states.items() if s.kind in ("late", "partial") and not s.wide}
     waits_for = [e for e in forward.jaxpr.eqns[:index] if not awaited.isdisjoint(e.outvars)]
     return f", computed at {user_source(waits_for[-1])}" if waits_for else ""
+
+
+def costs_of_parts(costs: Sequence[Costs]) -> Costs:
+    """What all parts of a step cost; what is batch-wide is that of the worst."""
+    worst = max(costs, key=lambda cost: max(cost.flops_share, cost.bytes_share))
+    return replace(
+        worst,
+        prologue_flops=costs[0].prologue_flops,
+        loop_flops=sum(cost.loop_flops for cost in costs),
+        epilogue_flops=sum(cost.epilogue_flops for cost in costs)
+        + sum(cost.prologue_flops for cost in costs[1:]),
+    )

@@ -124,8 +124,8 @@ def compile_graph(
         check_edits(plan)
         plan.require(program_hash=program_hash, options=asked, leaves=leaf_types(graph))
         is_pipeline = len(plan.stages) > 1
-        keeps, again = plan.later_loops == "keep", plan.recomputation
-        split = search.following(plan).split(plan.num_microbatches, is_pipeline, keeps, again)
+        later_loops, again = plan.later_loops or "recompute", plan.recomputation
+        split = search.following(plan).split(plan.num_microbatches, is_pipeline, later_loops, again)
         if edited_parts(plan):
             found, options = follow_edited(plan, split, options, report)
             cluster, reason = Cluster.from_dict(plan.cluster), plan.reason_for_microbatches
@@ -360,8 +360,8 @@ def compile_like(
     sizes = batch_sizes(graph)
     for count in counts_like(plan, rows, sizes, options):
         try:
-            keeps, again = plan.later_loops == "keep", plan.recomputation
-            split = search.split(count, len(plan.stages) > 1, keeps, again)
+            later_loops, again = plan.later_loops or "recompute", plan.recomputation
+            split = search.split(count, len(plan.stages) > 1, later_loops, again)
             found = plan_like(plan, split, options, cluster, report)
         except AutoparError:
             continue

@@ -17,6 +17,7 @@ from autopar.base.methods import GATHERED_PARAMETERS
 from autopar.base.options import Options
 from autopar.base.plan_records import OutputCertificate, Recomputation
 from autopar.passes import microbatch
+from autopar.passes.graph.fingerprint import fingerprint
 from autopar.passes.graph.graph import Graph, batch_sizes
 from autopar.passes.graph.microbatched import in_phases
 from autopar.passes.planner.asked_loops import with_asked_loops
@@ -139,12 +140,13 @@ class LayoutSearch:
         self,
         count: int,
         is_pipeline: bool = False,
-        keeps: bool = False,
+        later_loops: str = "recompute",
         again: Recomputation | None = None,
     ) -> SplitStep:
         """The step in this number of microbatches; for a pipeline, with one loop, also for one.
 
-        Later loops read what is kept, or compute it again; the backward pass does as `again` says.
+        Later loops "keep", "reuse" or "recompute" rows of earlier ones (see `analyze`); the
+        backward pass does as `again` says.
         """
         graph, options = self.graph, self.options
         if not is_pipeline and (again is not None or options.remat == "full"):
@@ -162,16 +164,25 @@ class LayoutSearch:
             return self.known.keep_split(count, has_loop, split)
         check_splits(self.rewriting, count)
         self.report(f"splitting the batch into {count} microbatches")
-        analysis = self.analysis(count, is_pipeline, keeps)
+        analysis = self.analysis(count, is_pipeline, later_loops)
         step = microbatch.split(graph, analysis)
         rules = populate(step.graph.jaxpr)
         asked = analysis.certificate, count, self.rewriting
         if len(step.loops) > 1:
-            return SplitStep(step, rules, *asked, "keep" if keeps else "recompute")
+            return SplitStep(step, rules, *asked, later_loops)
         return self.known.keep_split(count, has_loop, SplitStep(step, rules, *asked))
 
+    def _with_rows_of_earlier_loops(self, split: SplitStep) -> Iterator[SplitStep]:
+        """A step of several loops whose later ones keep rows of earlier ones, or reuse some."""
+        known = {fingerprint(split.graph.jaxpr)}
+        for later_loops in ("keep", "reuse") if split.later_loops else ():
+            other = self.split(split.num_microbatches, later_loops=later_loops)
+            if (program := fingerprint(other.graph.jaxpr)) not in known:
+                known.add(program)
+                yield other
+
     def analysis(
-        self, count: int, one_loop: bool = False, keeps: bool = False
+        self, count: int, one_loop: bool = False, later_loops: str = "recompute"
     ) -> microbatch.Analysis:
         """How the step is split into so many microbatches; what is known is not found again.
 
@@ -182,7 +193,7 @@ class LayoutSearch:
             analyze = microbatch.analyze_one_loop if one_loop else microbatch.analyze
             names = ("max_flops_share", "max_bytes_share")
             shares: dict[str, Any] = {name: getattr(self.options, name) for name in names}
-            found = analyze(self.graph, self.rules, count, keeps=keeps, **shares)
+            found = analyze(self.graph, self.rules, count, later_loops=later_loops, **shares)
             if found.culprits or found.parts:
                 return found
             self.known.analyses[count] = found
@@ -265,8 +276,8 @@ class LayoutSearch:
                 told |= {"seconds": again.seconds, "again": partial(again.instead_of, count)}
             before = seconds_of_best(made)
             made += planned(split, so_far._replace(**told, more_microbatches=more))
-            if split.later_loops:
-                made += planned(self.split(count, keeps=True), so_far)
+            for other in self._with_rows_of_earlier_loops(split):
+                made += planned(other, so_far)
             last = split if more else None
             fitting = [candidate for candidate in made if candidate.fits]
             kept = (candidate.split.recomputation for candidate in fitting)

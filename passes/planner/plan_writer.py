@@ -200,7 +200,9 @@ def _candidate(candidate: PlannedStep, chosen: bool, options: Options) -> Candid
         notes.append(str(candidate.split.rewriting))
     if candidate.split.later_loops:
         count = len(candidate.split.step.loops)
-        does = {"keep": "kept", "recompute": "computed again"}[candidate.split.later_loops]
+        does = {"keep": "kept", "reuse": "reused", "recompute": "computed again"}[
+            candidate.split.later_loops
+        ]
         notes.append(f"{count} loops, rows {does}")
     if (again := candidate.split.recomputation) is not None:
         if again.operations or not again.weights:

@@ -24,8 +24,8 @@ class SplitStep:
 
     `rewriting` says what is written otherwise in its program than in the user's; of a step with
     several loops over the microbatches, `later_loops` says what the later ones do with what earlier
-    ones computed of a row: "keep" or "recompute". `recomputation` says what is computed again, and
-    `casts` of a stage's whether parameters are cast "once" or in every "microbatch".
+    ones computed of a row: "keep", "reuse" or "recompute". `recomputation` says what is computed
+    again, and `casts` of a stage's whether parameters are cast "once" or in every "microbatch".
     """
 
     step: Microbatched

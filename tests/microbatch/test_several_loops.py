@@ -13,6 +13,7 @@ from microbatch.helpers import analyzed, check_split
 
 import autopar
 from autopar.base.errors import InexactMicrobatchError, PlanMismatchError
+from autopar.passes.graph.graph import walk
 from autopar.passes.microbatch import split
 
 Params = dict[str, Any]
@@ -85,6 +86,15 @@ def hardest(params: Params, batch: Params) -> Any:
     return jnp.max(losses) + jnp.mean(x * x)
 
 
+def whitened(params: Params, batch: Params) -> Any:
+    """PPO: advantages by a model that is not trained, with the batch's mean and deviation."""
+    reference = jax.tree.map(jax.lax.stop_gradient, params["text"])
+    advantages = jnp.sum(encode(reference, batch["text"]) ** 3, axis=-1)
+    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-3)
+    ratios = jnp.exp(jnp.sum(encode(params["image"], batch["image"]), axis=-1))
+    return -jnp.mean(jnp.minimum(ratios * advantages, jnp.clip(ratios, 0.8, 1.2) * advantages))
+
+
 def sharpness_aware(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     def step(params: Params, batch: Params) -> Any:
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
@@ -116,17 +126,18 @@ STEPS = {
     "two_views": (step_of(two_views), 2),
     "hardest": (step_of(hardest), 2),
     "redundancy": (step_of(redundancy), 4),
+    "whitened": (step_of(whitened), 3),
     "sharpness_aware": (sharpness_aware(plain_loss), 2),
     "sharpness_aware_clip": (sharpness_aware(clip_loss), 4),
 }
 
 
-@pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])
+@pytest.mark.parametrize("later_loops", ["recompute", "reuse", "keep"])
 @pytest.mark.parametrize("name", list(STEPS))
-def test_equals_the_plain_step(name: str, keeps: bool) -> None:
+def test_equals_the_plain_step(name: str, later_loops: str) -> None:
     step, loops = STEPS[name]
     with jax.enable_x64(True):
-        analysis = check_split(step, case(), 4, keeps=keeps)
+        analysis = check_split(step, case(), 4, later_loops=later_loops)
     assert len(analysis.parts) == loops, analysis
 
 
@@ -181,6 +192,33 @@ def test_memory_decides_whether_rows_are_kept() -> None:
     plans = [free, autopar.plan(step, *args, method="data", microbatches=16, memory_limit=limit)]
     assert [plan.later_loops for plan in plans] == ["keep", "recompute"]
     assert "several; later ones compute again" in str(plans[1])
+
+
+@pytest.mark.parametrize(
+    ("later_loops", "products"), [("recompute", 17), ("reuse", 11), ("keep", 11)]
+)
+def test_what_loops_run(later_loops: str, products: int) -> None:
+    """Three weights each: three products of the reference, nine less one of the policy."""
+    graph, analysis = analyzed(
+        step_of(whitened), case(dtype=np.float32), 4, later_loops=later_loops
+    )
+    eqns = [*walk(split(graph, analysis).graph.jaxpr)]
+    assert sum(eqn.primitive.name == "dot_general" for eqn in eqns) == products
+    rows = [v.aval for cut in analysis.cuts for v in cut.kept if v.aval.shape[:1] == (16,)]
+    if later_loops == "reuse":  # what is whitened
+        assert [aval.shape for aval in rows] == [(16,)]
+    elif later_loops == "keep":
+        assert max(aval.size for aval in rows) == 16 * 12
+
+
+def test_what_is_whitened_is_reused() -> None:
+    """As quick as all kept, and smaller."""
+    args = case(rows=256, width=256, dtype=np.float32, depth=3)
+    plan = autopar.plan(step_of(whitened), *args, method="data", microbatches=16)
+    assert plan.later_loops == "reuse"
+    assert "reuse what earlier ones compute for themselves" in str(plan)
+    peaks = {c.note: c.peak_bytes_per_device or 0 for c in plan.candidates}
+    assert peaks["3 loops, rows reused"] < peaks["3 loops, rows kept"]
 
 
 @pytest.mark.parametrize("method", ["zero2", "auto"])
