@@ -16,7 +16,13 @@ from small_steps import perceptron
 import autopar
 from autopar.base.options import Options
 from autopar.base.progress import Progress
-from autopar.passes.planner import candidates, layout_search, mesh_choice, stage_shardings
+from autopar.passes.planner import (
+    candidates,
+    layout_search,
+    mesh_choice,
+    meshes_in_turn,
+    stage_shardings,
+)
 from autopar.passes.planner.compiler import compile_graph
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.least_memory import LeastMemory
@@ -253,7 +259,7 @@ def test_where_two_meshes_need_far_too_much_no_other_is_planned(
     number, least = refused()
     monkeypatch.setattr(stage_shardings, "LARGE_PROBLEM", 0)
     few, found = refused()
-    assert few == mesh_choice.MESHES_TRIED < number
+    assert few == meshes_in_turn.MESHES_TRIED < number
     assert least <= found <= 2 * least
 
 

@@ -38,11 +38,8 @@ from autopar.passes.planner.layouts import (
     logical_meshes,
     submesh,
 )
-from autopar.passes.planner.mesh_choice import (
-    plan_free,
-    plan_meshes,
-    plan_stage,
-)
+from autopar.passes.planner.mesh_choice import plan_free, plan_stage
+from autopar.passes.planner.meshes_in_turn import plan_meshes
 from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage, in_pipeline
 from autopar.passes.planner.search_so_far import NOTHING_SO_FAR, SearchSoFar
 from autopar.passes.planner.split_step import SplitStep

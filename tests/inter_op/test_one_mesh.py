@@ -14,10 +14,10 @@ import pytest
 
 import autopar
 from autopar.base.options import Options
-from autopar.passes.planner import mesh_choice, stage_shardings
+from autopar.passes.planner import meshes_in_turn, stage_shardings
 from autopar.passes.planner.auto_stages import StageSearch
 from autopar.passes.planner.layout_search import LayoutSearch
-from autopar.passes.planner.mesh_choice import plan_meshes
+from autopar.passes.planner.meshes_in_turn import plan_meshes
 from autopar.passes.planner.one_mesh import (
     OneMeshBound,
     OneMeshCosts,
@@ -218,7 +218,7 @@ def test_meshes_go_in_the_order_of_what_they_are_expected_to_take(
     assert planned({}) == meshes
     assert planned(expected) == [(4, 2)]
     assert "4 x 2" in begun[0]
-    monkeypatch.setattr(mesh_choice, "ENOUGH_OF_LARGE", 1e-6)
+    monkeypatch.setattr(meshes_in_turn, "ENOUGH_OF_LARGE", 1e-6)
     assert planned(expected) == meshes
     assert "4 x 2" in begun[0] and "mesh of 8," in begun[1]
 
@@ -233,7 +233,7 @@ def test_meshes_that_need_no_less_than_one_that_does_not_fit_are_left(
     split = LayoutSearch.of(graph, options, cluster, lambda message: None).split(1)
     meshes = [(8,), (4, 2), (2, 4)]
     monkeypatch.setattr(stage_shardings, "LARGE_PROBLEM", 0)
-    monkeypatch.setattr(mesh_choice, "HOPELESS", math.inf)
+    monkeypatch.setattr(meshes_in_turn, "HOPELESS", math.inf)
 
     def solved(so_far: SearchSoFar) -> int:
         said = list[str]()
@@ -262,8 +262,10 @@ class Within:
         self.solved = self.chosen_for_bytes = 0
         self.options = Options.from_kwargs(memory_limit=limit)
         monkeypatch.setattr(stage_shardings, "LARGE_PROBLEM", 0)
-        monkeypatch.setattr(mesh_choice, "HOPELESS", math.inf)
-        monkeypatch.setattr(mesh_choice, "_whole_seconds", lambda planned, _: planned.step_seconds)
+        monkeypatch.setattr(meshes_in_turn, "HOPELESS", math.inf)
+        monkeypatch.setattr(
+            meshes_in_turn, "_whole_seconds", lambda planned, _: planned.step_seconds
+        )
         real = MeshSearch.attempt
 
         def attempt(search: MeshSearch, memory: int | None, remat: bool) -> PlannedStage:
