@@ -10,14 +10,14 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cached_property
 from typing import NamedTuple
 
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
 from autopar.passes.graph.casts_again import casts_again
 from autopar.passes.planner.auto_stages import OptionsKey, StageSearch
-from autopar.passes.planner.layer_units import FinerUnits, Kind, units_of
+from autopar.passes.planner.layer_units import FinerUnits, Kind, Units, units_of
 from autopar.passes.planner.layouts import chunks_of
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_bound import NOTHING_ELSEWHERE, KnownElsewhere
@@ -57,36 +57,79 @@ def price_stages(
     if units is None:
         return None
     report(f"slicing into {len(units.starts)} layers")
-    nothing_known = math.isinf(elsewhere.seconds)  # then some stages are priced in any case
-    graphs = units.graphs_of(units.sliced(split)) if nothing_known else units.typical_graphs(split)
-    finer = FinerUnits(units)
-    costs = UnitCosts(units, graphs, options, cluster, split.num_microbatches)
+    return _StagePricing(split, units, options, cluster, report, elsewhere).found(likely)
 
-    @cache
-    def once() -> Sequence[tuple[tuple[int, int], int]]:
-        sent = Counter[tuple[int, int]]()
-        for link in units.sliced(split).links:
-            if not link.per_microbatch:
-                sent[finer.first_of(link.source), finer.first_of(link.target)] += link.bytes
-        return sorted(sent.items())
 
-    @cache
-    def again() -> _Casting:
-        return _Casting.of(graphs, units.kinds)
+class _StagePricing:
+    """What is priced, size by size, and how quick the best stages are so far."""
 
-    @cache
-    def casting() -> UnitCosts:
-        own = again().graphs
-        return UnitCosts(units, own, options, cluster, split.num_microbatches, costs)
+    def __init__(
+        self,
+        split: SplitStep,
+        units: Units,
+        options: Options,
+        cluster: Cluster,
+        report: Callable[[str], None],
+        elsewhere: KnownElsewhere,
+    ) -> None:
+        self.split, self.units, self.options, self.cluster = split, units, options, cluster
+        self.report, self.elsewhere, self.finer = report, elsewhere, FinerUnits(units)
+        # With nothing known, some stages are priced in any case.
+        is_first = math.isinf(elsewhere.seconds)
+        sliced = units.graphs_of(units.sliced(split)) if is_first else None
+        self.graphs = units.typical_graphs(split) if sliced is None else sliced
+        self.costs = UnitCosts(units, self.graphs, options, cluster, split.num_microbatches)
+        self.priced, self.best = dict[int, list[tuple[Mesh, Way]]](), math.inf
+        self.costed: dict[OptionsKey, StageOptions] = {}
 
-    priced, best = dict[int, list[tuple[Mesh, Way]]](), math.inf
-    costed: dict[OptionsKey, StageOptions] = {}
+    def found(self, likely: Collection[int]) -> StageSearch:
+        """The search among all that has a prospect; `likely` sizes come first."""
+        costs, free = self.costs, list[int]()
+        for size in self._sizes(likely):
+            self.report(f"costs of {len(costs.typical)} kinds of layers on {size} devices")
+            self.priced[size] = costs.free_ways(size, self._longest_of(size))
+            if not costs.may_take(size, self._longest_of(size)):
+                continue
+            self.best = min(self.best, self._seconds())
+            if self._seconds([size]) * HARDLY_LESS < self.best:
+                self._price(size)
+                self.best = min(self.best, self._seconds())
+            else:
+                free.append(size)
+        if free and self._seconds(free) * HARDLY_LESS < self.best:  # together
+            for size in free:
+                self._price(size)
+        return self._search()
 
-    def made(hoped: Collection[int] = ()) -> StageSearch:
+    def _sizes(self, likely: Collection[int]) -> Iterator[int]:
+        """The sizes that have a prospect, in turn; each is asked for when others are priced."""
+        elsewhere, costs = self.elsewhere, self.costs
+        sizes = elsewhere.hopeful(sizes_of(self.cluster)[:-1], self._least)
+        sizes.sort(key=lambda size: size not in likely)
+        if sizes and elsewhere.seconds < math.inf:
+            most_stages = self.cluster.num_devices // min(sizes)
+            self.best = elsewhere.longest(self.split.num_microbatches, most_stages)
+            costs.is_useless = lambda size, total: self._least_of(size, total) > elsewhere.seconds
+        passed = 0
+        for size, may_fit in _hopeful_first(sizes, self._is_hopeful):
+            if not may_fit and math.isfinite(self.best):
+                break  # something fits elsewhere
+            known = [x for x in self.priced if self.priced[x]]
+            nearest = min(known, key=lambda x: max(x, size) / min(x, size), default=None)
+            if nearest is not None and costs.guess(size, nearest) > SLOWER * self.best:
+                passed += size > max(known)
+                if passed == PASSED_OVER:
+                    break
+                continue
+            passed = 0
+            yield size
+
+    def _search(self, hoped: Collection[int] = ()) -> StageSearch:
         """The search among what is priced; on some submeshes as if plans needed no memory."""
+        finer = self.finer
         alone = {
             size: [*with_halfway(ways), *(without_memory(ways) if size in hoped else ())]
-            for size, ways in sorted(priced.items())
+            for size, ways in sorted(self.priced.items())
         }
         ways = {
             size: [(mesh, finer.shared_out(way)) for mesh, way in found]
@@ -96,95 +139,86 @@ def price_stages(
             starts=tuple(finer.starts),
             crossing=tuple(finer.crossing),
             inside=tuple(finer.inside),
-            once=tuple((*ends, size) for ends, size in once()) if priced else (),
+            once=self._once if self.priced else (),
             ways={size: [way for _, way in found] for size, found in ways.items()},
-            num_microbatches=split.num_microbatches,
-            cluster=cluster,
-            remat=options.remat,
-            schedules=_schedules(options),
+            num_microbatches=self.split.num_microbatches,
+            cluster=self.cluster,
+            remat=self.options.remat,
+            schedules=_schedules(self.options),
             meshes={size: [mesh for mesh, _ in found] for size, found in ways.items()},
-            known=costed,
+            known=self.costed,
         )
 
-    def seconds(hoped: Collection[int] = ()) -> float:
-        return made(hoped).bound(costs.limit, best)
+    def _seconds(self, hoped: Collection[int] = ()) -> float:
+        return self._search(hoped).bound(self.costs.limit, self.best)
 
-    def longest_of(size: int) -> float:
+    @cached_property
+    def _once(self) -> tuple[tuple[int, int, int], ...]:
+        """Bytes that are sent once a step, from which unit to which."""
+        sent = Counter[tuple[int, int]]()
+        for link in self.units.sliced(self.split).links:
+            if not link.per_microbatch:
+                ends = self.finer.first_of(link.source), self.finer.first_of(link.target)
+                sent[ends] += link.bytes
+        return tuple((*ends, size) for ends, size in sorted(sent.items()))
+
+    @cached_property
+    def _again(self) -> _Casting:
+        return _Casting.of(self.graphs, self.units.kinds)
+
+    @cached_property
+    def _casting(self) -> UnitCosts:
+        count = self.split.num_microbatches
+        asked = self._again.graphs, self.options, self.cluster, count
+        return UnitCosts(self.units, *asked, alike=self.costs)
+
+    def _longest_of(self, size: int) -> float:
         """What equal stages of so many devices may take by 1F1B, to be looked at further.
 
         More stages than are priced wait longer so, which other schedules need not: that is left.
         """
+        priced = self.priced
         if size > max((x for x in priced if priced[x] and x != size), default=0):
-            return LONGER * best
-        waiting = cluster.num_devices / size - 1
-        return LONGER * best * (split.num_microbatches + waiting) / split.num_microbatches
+            return LONGER * self.best
+        waiting, count = self.cluster.num_devices / size - 1, self.split.num_microbatches
+        return LONGER * self.best * (count + waiting) / count
 
-    def price(size: int) -> None:
+    def _price(self, size: int) -> None:
         """At prices of memory, and casting in every microbatch where equal stages do not fit.
 
         Not where that takes longer than what fits elsewhere.
         """
-        longest = longest_of(size)
-        priced[size] = costs.ways(size, longest)
-        least = costs.least_that_fits(size, priced[size])
-        may_cast = math.isinf(least) and costs.may_take(size, longest) and again().kept_bytes
-        if may_cast and costs.may_fit_casting(size, priced[size], again().kept_bytes):
-            report(f"costs of layers that cast in every microbatch on {size} devices")
-            ways = casting().ways(size, longest)
+        costs, longest = self.costs, self._longest_of(size)
+        self.priced[size] = costs.ways(size, longest)
+        least = costs.least_that_fits(size, self.priced[size])
+        if math.isfinite(least) or not costs.may_take(size, longest):
+            return
+        spared = self._again.kept_bytes
+        if spared and costs.may_fit_casting(size, self.priced[size], spared):
+            self.report(f"costs of layers that cast in every microbatch on {size} devices")
+            ways = self._casting.ways(size, longest)
             more = [(mesh, tuple(x._replace(casts=True) for x in way)) for mesh, way in ways]
-            priced[size] = [*priced[size], *more]
+            self.priced[size] = [*self.priced[size], *more]
 
-    def is_hopeful(size: int) -> bool:
-        if costs.may_fit(size, crossed):
+    def _is_hopeful(self, size: int) -> bool:
+        crossed = min(filter(None, self.finer.crossing), default=0)
+        if self.costs.may_fit(size, crossed):
             return True
-        return costs.may_fit(size, crossed, again().kept_bytes)
+        return self.costs.may_fit(size, crossed, self._again.kept_bytes)
 
-    def least_of(size: int, total: UnitCost) -> float:
+    def _least_of(self, size: int, total: UnitCost) -> float:
         """What has to be known elsewhere, for stages in which units take so long to be of use."""
-        asked = cluster.num_devices / size, split.num_microbatches, _schedules(options)
-        return elsewhere.least(total, *asked)
+        stages, schedules = self.cluster.num_devices / size, _schedules(self.options)
+        return self.elsewhere.least(total, stages, self.split.num_microbatches, schedules)
 
-    def least(size: int, enough: float) -> float:
+    def _least(self, size: int, enough: float) -> float:
         """The same for stages of so many devices."""
         seconds = 0.0
         for known in (False, True):  # what is told by one device alone takes no plans
             if seconds < enough:
-                tried = (least_of(size, total) for total in costs.least_totals(size, known=known))
-                seconds = min(tried, default=math.inf)
+                totals = self.costs.least_totals(size, known=known)
+                seconds = min((self._least_of(size, total) for total in totals), default=math.inf)
         return seconds
-
-    crossed = min(filter(None, finer.crossing), default=0)
-    free, passed = list[int](), 0
-    sizes = elsewhere.hopeful(sizes_of(cluster)[:-1], least)
-    sizes.sort(key=lambda size: size not in likely)
-    if sizes and elsewhere.seconds < math.inf:
-        best = elsewhere.longest(split.num_microbatches, cluster.num_devices // min(sizes))
-        costs.is_useless = lambda size, total: least_of(size, total) > elsewhere.seconds
-    for size, may_fit in _hopeful_first(sizes, is_hopeful):
-        if not may_fit and math.isfinite(best):
-            break  # something fits elsewhere
-        known = [x for x in priced if priced[x]]
-        nearest = min(known, key=lambda x: max(x, size) / min(x, size), default=None)
-        if nearest is not None and costs.guess(size, nearest) > SLOWER * best:
-            passed += size > max(known)
-            if passed == PASSED_OVER:
-                break
-            continue
-        passed = 0
-        report(f"costs of {len(costs.typical)} kinds of layers on {size} devices")
-        priced[size] = costs.free_ways(size, longest_of(size))
-        if not costs.may_take(size, longest_of(size)):
-            continue
-        best = min(best, seconds())
-        if seconds([size]) * HARDLY_LESS < best:
-            price(size)
-            best = min(best, seconds())
-        else:
-            free.append(size)
-    if free and seconds(free) * HARDLY_LESS < best:  # together
-        for size in free:
-            price(size)
-    return made()
 
 
 def _hopeful_first(
