@@ -39,12 +39,17 @@ if TYPE_CHECKING:
     from autopar.profile import Profile
 
 
+Settings = tuple[Any, ...]
+"""Those of JAX that `jax.jit` traces anew for."""
+
+
 class Parallelized(Displayed, Requested, AroundStep):
     """A step that plans itself when it is called, as `jax.jit` compiles; `parallelize` makes it.
 
     It is planned once for every signature: the structure of the arguments, shapes, dtypes, and
-    static leaves; but a smaller batch follows the plan of a larger one, and other weak types that
-    which is known for the same shapes. Inside another JAX transformation it is the plain function.
+    static leaves; but a smaller batch follows the plan of a larger one, and other weak types, or
+    other settings of JAX (`jax.enable_x64` and the like), that which is known for the same shapes.
+    Inside another JAX transformation it is the plain function, and under `jax.disable_jit()`.
     """
 
     page = ("small_pages", "parallelized_page")
@@ -57,11 +62,11 @@ class Parallelized(Displayed, Requested, AroundStep):
         self._fn = fn
         self._request = request
         self._convention = Convention.of(fn, request.options.static_argnums)
-        self._executables: dict[Signature, Executable] = {}
+        self._executables: dict[tuple[Signature, Settings], Executable] = {}
         self._planned: list[Executable] = []  # those that follow no other one's plan
-        # Of plans that were followed: whether for weak types, and for a batch cut as there.
-        self._told: set[tuple[bool, bool]] = set()
-        self._last: Executable | None = None
+        # Of plans that were followed: whether for weak types, a batch cut as there, and settings.
+        self._told: set[tuple[bool, bool, bool]] = set()
+        self._last: tuple[Executable, Settings] | None = None
         self._lock = threading.RLock()
         self._was_transformed = False
 
@@ -78,6 +83,10 @@ class Parallelized(Displayed, Requested, AroundStep):
 
                 self._was_transformed = tell_transformed(name_of(self._fn))
             return self._fn(*args, **kwargs)
+        if jax_compat.is_jit_disabled():
+            from autopar.call_checks import run_plain
+
+            return run_plain(self._fn, name_of(self._fn), args, kwargs)
         try:
             return self._run(args, kwargs)
         except Exception as error:
@@ -85,27 +94,32 @@ class Parallelized(Displayed, Requested, AroundStep):
             raise
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        executable = self._last
-        if executable is not None:
+        settings, last = jax_compat.trace_context(), self._last
+        if last is not None and last[1] == settings:
             from autopar.executable import SignatureMismatch
 
             try:
-                return executable.run(args, kwargs, strict=True)
+                return last[0].run(args, kwargs, strict=True)
             except SignatureMismatch as mismatch:
                 signature = mismatch.signature
         else:
             signature = signature_of_call(self._convention, args, kwargs)
-        return self._find(signature, args, kwargs).run(args, kwargs, strict=True)
+        return self._find(signature, args, kwargs, settings).run(args, kwargs, strict=True)
 
     def _find(
-        self, signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        signature: Signature,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        settings: Settings,
     ) -> Executable:
         with self._lock:
-            executable = self._executables.get(signature)
+            known = signature, settings
+            executable = self._executables.get(known)
             if executable is None:
-                executable = self._executables[signature] = self._new(signature, args, kwargs)
+                executable = self._executables[known] = self._new(signature, args, kwargs)
                 executable.watched_by(self._loop)
-            self._last = executable
+            self._last = executable, settings
             return executable
 
     def _new(
@@ -122,7 +136,8 @@ class Parallelized(Displayed, Requested, AroundStep):
                 followed = new_shapes.follow(guide, name, self._request, traced)
                 if followed is not None:
                     cuts = new_shapes.is_cut_alike(guide, followed)
-                    kind = new_shapes.is_retyped(guide.traced, signature), cuts
+                    is_same = guide.traced.signature == signature
+                    kind = new_shapes.is_retyped(guide.traced, signature), cuts, is_same
                     if kind not in self._told:
                         self._told.add(kind)
                         new_shapes.tell_following(name, guide, followed, cuts)
@@ -175,13 +190,14 @@ class Parallelized(Displayed, Requested, AroundStep):
                 why="it is planned when it is first called, for the shapes of its arguments.",
                 hint="call it, or use autopar.compile or autopar.plan, which need shapes alone.",
             )
-        return self._last
+        return self._last[0]
 
     @shortens
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
         """`Executable.profile` of these arguments, which are planned first if they are new."""
         signature = signature_of_call(self._convention, args, kwargs)
-        return self._find(signature, args, kwargs).profile(*args, **kwargs)
+        settings = jax_compat.trace_context()
+        return self._find(signature, args, kwargs, settings).profile(*args, **kwargs)
 
     def _compiled_steps(self) -> tuple[Executable, ...]:
         return tuple(self._executables.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
     from autopar.passes.trace.trace import Traced
 
 
+def jitted() -> AbstractContextManager[None]:
+    """Within it, `jax.disable_jit` is not in force: a program is made of whole functions."""
+    return jax.disable_jit(False)
+
+
 def trace_step(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -51,7 +57,7 @@ def trace_step(
     progress.report("tracing")
     options = request.options
     convention = Convention.of(fn, options.static_argnums)
-    with tracing_for(cluster), objects_apart(convention, args, kwargs) as call:
+    with jitted(), tracing_for(cluster), objects_apart(convention, args, kwargs) as call:
         if call is not None:
             fn, args, kwargs = call.pure(fn), call.args, call.kwargs
         return trace(
@@ -83,7 +89,7 @@ def plan_traced(
     def planned(options: Options) -> Compiled:
         return compile_graph(traced.graph, options, cluster, made, progress.report)
 
-    with no_mesh():
+    with jitted(), no_mesh():
         try:
             if options.confirm is None or made is not None:
                 return planned(options)
@@ -108,7 +114,7 @@ def build(
     Raises:
       AutoparError: see `autopar.compile`.
     """
-    with Progress(f"compiling {name_of(fn)}", request.progress) as progress:
+    with jitted(), Progress(f"compiling {name_of(fn)}", request.progress) as progress:
         cluster, made = request.load()
         runtime = request.options.runtime
         if not isinstance(runtime, Ray):

@@ -107,6 +107,29 @@ def tell_transformed(name: str) -> bool:
     return True
 
 
+def run_plain(
+    fn: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """What a step gives under `jax.disable_jit()`: the plain function, operation by operation.
+
+    Nothing is donated.
+
+    Raises:
+      DeviceError: arrays lie on the devices of several stages, which JAX cannot mix.
+    """
+    leaves = jax.tree.leaves((args, kwargs))
+    apart = any(isinstance(leaf, WholeArray) for leaf in leaves)
+    held = {frozenset(x.devices()) for x in leaves if isinstance(x, jax.Array) and x.committed}
+    if apart or len(held) > 1:
+        raise DeviceError(
+            f"{name} is called under jax.disable_jit() with arrays of several stages.",
+            why="there it is the plain function, which JAX runs one operation after the other, and "
+            "no operation takes arrays of different devices.",
+            hint="bring the state together first: state = step.gather(state).",
+        )
+    return fn(*args, **kwargs)
+
+
 def explained(error: Exception, name: str, is_gone: bool) -> Exception:
     """What a failed call raises, in terms of the step: from what the compiled program raised.
 
@@ -153,7 +176,8 @@ def donated_earlier(name: str, paths: Sequence[str], *, was_donated: bool) -> Do
         )
         hint = (
             f"go on with the state that was returned (state = {name}(state, ...)), or "
-            "pass donate_argnums=() to keep the old one, at the price of its memory."
+            "pass donate_argnums=(), or the numbers of what may be used up, to keep the old one, "
+            "at the price of its memory."
         )
     else:
         why = "another computation took over its memory, or its delete() was called."

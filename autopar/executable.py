@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from autopar.around_step import AroundStep
-from autopar.arrays.buffers import Returned, any_deleted, copy_to, memory_of, share_a_leaf
+from autopar.arrays.buffers import Returned, any_deleted, copy_to, memory_of, own_copy, share_a_leaf
 from autopar.arrays.operators import WholeArray
 from autopar.arrays.split_array import SplitArray, SplitSharding, assembled
 from autopar.base.compiled_records import ProgramMemory
@@ -33,6 +33,7 @@ from autopar.call_checks import (
     is_weak,
     not_for_jax,
     picker,
+    run_plain,
     same_signature,
     same_static_arguments,
     same_statics,
@@ -165,8 +166,8 @@ class Executable(Displayed, AroundStep):
         return LocalProgram(compiled.runnable, self._devices)
 
     def _constant(self, value: Any, sharding: Any) -> Any:
-        """An array that the function closed over, where the program wants it."""
-        return jax.device_put(value, sharding)
+        """An array that the function closed over, as it was traced, where the program wants it."""
+        return jax.device_put(own_copy(value), sharding)
 
     def _plan_calls(self) -> None:
         """What a call needs to know, computed once."""
@@ -206,6 +207,8 @@ class Executable(Displayed, AroundStep):
             if not self._was_transformed:
                 self._was_transformed = tell_transformed(self._name)
             return self._fn(*args, **kwargs)
+        if jax_compat.is_jit_disabled():
+            return run_plain(self._fn, self._name, args, kwargs)
         try:
             try:
                 return self.run(args, kwargs, strict=False)

@@ -34,9 +34,12 @@ def changed_leaves(traced: Traced, signature: Signature) -> list[int] | None:
 
 
 def can_follow(traced: Traced, signature: Signature) -> bool:
-    """Whether arguments are those of a trace, but for weak types and fewer or shorter examples."""
+    """Whether arguments are those of a trace, but for weak types and fewer or shorter examples.
+
+    Where they are the same, settings of JAX are not.
+    """
     changed = changed_leaves(traced, signature)
-    if not changed:
+    if changed is None:
         return False
     for i in changed:
         old, new = traced.signature.shapes[i], signature.shapes[i]
@@ -104,12 +107,14 @@ def tell_following(name: str, guide: Executable, executable: Executable, is_cut:
     """Warn that a plan is followed; `is_cut`: the batch is, among the devices as there."""
     old, new = guide.traced.batch_size, executable.traced.batch_size
     what = f"for {old} examples with {new}" if old != new else "with other shapes"
-    if is_retyped(guide.traced, executable.traced.signature):
+    changed = changes(guide.traced, executable.traced.signature)
+    if not changed:
+        what = "under other settings of JAX"
+    elif is_retyped(guide.traced, executable.traced.signature):
         what = "with other weak types"
     text = (
-        f"{name} follows its plan {what}: "
-        f"{changes(guide.traced, executable.traced.signature)}. It is compiled once for that, and "
-        "not planned again."
+        f"{name} follows its plan {what}{': ' if changed else ''}{changed}. It is compiled once "
+        "for that, and not planned again."
     )
     if not is_cut:
         text += (
@@ -129,9 +134,16 @@ def leave_out(name: str, guide: Executable) -> str:
 
 
 def tell_planning(name: str, known: Iterable[Executable], signature: Signature) -> None:
-    """Warn that a step is planned again, where that is for other shapes or dtypes alone."""
+    """Warn that a step is planned again, where that is for other shapes, dtypes or settings."""
     changed = [text for x in known if (text := changes(x.traced, signature))]
-    if changed:
+    if any(x.traced.signature == signature for x in known):
+        warnings.warn(
+            f"{name} is planned again: settings of JAX under which it is called have changed, such "
+            "as those of jax.enable_x64 or jax.default_matmul_precision. Each is planned once.",
+            AutoparWarning,
+            stacklevel=6,
+        )
+    elif changed:
         warnings.warn(
             f"{name} is planned again: {min(changed, key=len)}. A batch of fewer examples follows "
             "the plan of a larger one, where that was planned first; other shapes and dtypes are "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from autopar.arrays.buffers import copy_to
+from autopar.arrays.buffers import copy_to, own_copy
 from autopar.arrays.ray_array import LeafPlace, RayArray, RaySharding
 from autopar.arrays.split_array import SplitArray
 from autopar.base.errors import TraceError
@@ -108,7 +108,7 @@ class RayExecutable(Executable):
             self._compiled.order(self._donated, self._kept)
 
     def _constant(self, value: Any, sharding: Any) -> Any:
-        return value
+        return own_copy(value)
 
     def _is_stray(self, leaf: Any, index: int) -> bool:
         return False  # the step places every leaf itself

@@ -274,3 +274,26 @@ def test_scalars_are_not_a_batch() -> None:
 
     labels = check(trace(step, (PARAMS, {"x": X, "y": Y, "weight": 2.0}, 0.1)))
     assert labels["rate"].role == labels["batch['weight']"].role == "other"
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_learning_rate_among_the_metrics_is_kept(scale: float) -> None:
+    """A number alone that comes back as it was, or times something, is no state to be used up."""
+
+    def step(params: Any, batch: Any, rate: Any) -> Any:
+        gradients = jax.grad(loss_fn)(params, *batch)
+        new = jax.tree.map(lambda p, g: p - rate * g, params, gradients)
+        return new, {"rate": rate if scale == 1 else rate * scale}
+
+    labels = check(trace(step, (PARAMS, (X, Y), jnp.float32(0.1))))
+    assert not labels["rate"].donated
+    assert all(x.donated for path, x in labels.items() if path.startswith("params"))
+
+
+def test_a_counter_that_is_added_to_is_state() -> None:
+    def step(params: Any, batch: Any, count: Any) -> Any:
+        gradients = jax.grad(loss_fn)(params, *batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), count + 1
+
+    labels = check(trace(step, (PARAMS, (X, Y), jnp.int32(0))))
+    assert labels["count"].donated

@@ -238,6 +238,30 @@ def test_a_function_without_arrays_in_its_result(result: Any) -> None:
     assert "test_trace.py" in caught.value.where
 
 
+async def _later(x: Any) -> Any:
+    return x
+
+
+def _in_parts(x: Any) -> Any:
+    yield x
+
+
+@pytest.mark.parametrize(("step", "kind"), [(_later, "coroutine"), (_in_parts, "generator")])
+def test_a_function_that_runs_later(step: Any, kind: str) -> None:
+    with pytest.raises(TraceError, match=f"gives a {kind}") as caught:
+        trace(step, (X,))
+    assert "test_trace.py" in str(caught.value.where)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "why"), [(2**40, "too large"), (np.ma.masked_array([1.0, 2.0]), "masked")]
+)
+def test_numbers_that_jax_takes_no_array_for(leaf: Any, why: str) -> None:
+    with pytest.raises(TraceError, match=why) as caught:
+        trace(lambda w, x: w + x["rows"].mean(0), (B, {"more": leaf, "rows": X}))
+    assert caught.value.where == "x['more']"
+
+
 def test_a_result_that_hides_a_tracer_or_cannot_be_a_constant() -> None:
     class Plain:
         def __init__(self, x: Any):

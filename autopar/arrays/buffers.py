@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Sharding
 
 from autopar.arrays.ray_array import RayArray
@@ -51,6 +53,15 @@ class Returned:
     def _forget(self, reference: weakref.ref[Any]) -> None:
         if reference is self._reference:
             self._rest = self._reference = None
+
+
+def own_copy(value: Any) -> Any:
+    """An array in memory of its own, whatever becomes of the one that it is a copy of.
+
+    `jax.device_put` takes over a NumPy array's memory where that is aligned, and the buffer of an
+    array that lies on one of several devices, also with `may_alias=False` (JAX 0.10 to 0.12).
+    """
+    return jnp.copy(value) if isinstance(value, jax.Array) else np.array(value)
 
 
 def any_deleted(leaves: Sequence[Any]) -> bool:

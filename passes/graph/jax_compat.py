@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax._src import (
     array,
+    config,
     core,
     custom_partitioning_sharding_rule,
     distributed,
@@ -124,6 +125,23 @@ def is_tracing() -> bool:
     The public way builds an object to compare; this is asked on every call of a compiled step.
     """
     return not core.trace_state_clean()
+
+
+def is_jit_disabled() -> bool:
+    """Whether `jax.disable_jit` is in force: asked on every call of a compiled step.
+
+    `jax.config.jax_disable_jit` says the same in ten times the time.
+    """
+    return bool(config.disable_jit.value)
+
+
+def trace_context() -> tuple[Any, ...]:
+    """What of JAX's settings and contexts `jax.jit` traces anew for, hashable.
+
+    `jax.enable_x64`, `jax.default_matmul_precision`, `jax.threefry_partitionable`, ...; no public
+    name has all of them.
+    """
+    return tuple(config.trace_context())
 
 
 def has_axis(name: str) -> bool:

@@ -300,7 +300,10 @@ def refusal(analysis: Analysis) -> InexactMicrobatchError:
         reason = "nothing says that rows of the batch do not meet in it"
     why = f"{reason[0].upper()}{reason[1:]}."
     if not culprit.flops_share and not culprit.bytes_share:
-        hint = "use microbatches=1, or an unordered callback."
+        hint = (
+            "call the host after the step, on what the step returns; or, where the call returns "
+            "nothing, make it unordered or use microbatches=1."
+        )
     else:
         why += (
             f" Evaluating what depends on it on the whole batch takes {costs.flops_share:.1%} of"

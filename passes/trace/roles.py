@@ -24,7 +24,7 @@ from autopar.passes.graph.scans import ScanParts, WhileParts
 from autopar.passes.trace.arguments import Argument, Request, Result
 from autopar.passes.trace.batch_guess import Leaf, guess_axes
 from autopar.passes.trace.batch_lines import ambiguous
-from autopar.passes.trace.returned import UNCHANGED, Match, find_returned
+from autopar.passes.trace.returned import SCALED, UNCHANGED, Match, find_returned
 from autopar.passes.trace.state_rows import rows_of_state
 
 
@@ -63,7 +63,7 @@ def assign(
         # Parameters that are only read, as in an evaluation step, are state too.
         is_state = match is not None or (has_tensors and not has_batch)
         is_auto = request.donate_argnums == "auto"
-        is_donated = match is not None if is_auto else request.donates(argument)
+        is_donated = _is_consumed(match, has_tensors) if is_auto else request.donates(argument)
         kept = []
         for index, path, _ in leaves:
             alias = None if match is None else match.aliases.get(index)
@@ -80,6 +80,15 @@ def assign(
     paths = [p for p, x in zip(result.paths, result.leaves, strict=True) if x is not None]
     outputs = tuple(Output(path, aliases.get(i)) for i, path in enumerate(paths))
     return tuple(labels), outputs
+
+
+def _is_consumed(match: Match | None, has_tensors: bool) -> bool:
+    """Whether an argument is donated where nobody says so: one that comes back.
+
+    But not a number alone that comes back as it was, or times something: a learning rate among the
+    metrics is no state, and to keep it costs nothing.
+    """
+    return match is not None and (has_tensors or match.flow not in (UNCHANGED, SCALED))
 
 
 def _check_positions(arguments: Sequence[Argument], request: Request) -> None:

@@ -6,6 +6,7 @@ Equal signatures give the same program, as in the cache of `jax.jit`.
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -171,13 +172,15 @@ def signature_of(
     shapes, statics = [], []
     for position, (leaf, is_traced) in enumerate(zip(leaves, traced, strict=True)):
         if is_traced:
-            shapes.append(shape_of(leaf))
+            try:
+                shapes.append(shape_of(leaf))
+            except OverflowError as error:
+                path = _path_of(position, convention, args, kwargs)
+                raise _no_array(leaf, path, error) from error
         elif is_hashable(leaf) and not _is_foreign_array(leaf):
             statics.append((position, type(leaf), leaf))
         else:
-            arguments = arguments_of(convention, args, kwargs)
-            path = [path for argument in arguments for path in argument.paths][position]
-            raise _bad_leaf(leaf, path)
+            raise _bad_leaf(leaf, _path_of(position, convention, args, kwargs))
     for key, value in static.items():
         if not is_hashable(value):
             raise TraceError(
@@ -218,7 +221,7 @@ def is_array(leaf: Any) -> bool:
     if isinstance(leaf, (np.ndarray, np.generic)):
         try:
             jax.typeof(leaf)
-        except TypeError:
+        except (TypeError, ValueError):
             return False
         return True
     return False
@@ -248,9 +251,35 @@ def _is_foreign_array(leaf: Any) -> bool:
     return hasattr(leaf, "__jax_array__") or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
 
 
+def _path_of(
+    position: int, convention: Convention, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> str:
+    """The path of one of the leaves of a call's traced arguments."""
+    values = _traced_values(convention, args, kwargs)
+    paths = (
+        convention.name(key) + jax.tree_util.keystr(path)
+        for key, value in values
+        for path, _ in jax.tree_util.tree_leaves_with_path(value)
+    )
+    return next(itertools.islice(paths, position, None))
+
+
+def _no_array(leaf: Any, path: str, error: Exception) -> TraceError:
+    """The error for a leaf that JAX takes for an array, and cannot make one of."""
+    return TraceError(
+        f"The leaf {path} cannot be made an array.",
+        where=path,
+        why=f"it is {describe(leaf)}, of which JAX says: {str(error).rstrip('.')}.",
+        hint="pass a smaller number, a float, or an array; or set jax_enable_x64.",
+    )
+
+
 def _bad_leaf(leaf: Any, path: str) -> TraceError:
     hint = "convert it with numpy.asarray, register its class as a pytree, or give it a __hash__."
-    if isinstance(leaf, (np.ndarray, np.generic)):
+    if isinstance(leaf, np.ma.MaskedArray):
+        why = "it is a masked NumPy array, which JAX has no counterpart for."
+        hint = "pass its numbers (.filled(...)) and its mask as two arrays."
+    elif isinstance(leaf, (np.ndarray, np.generic)):
         why = f"it is a NumPy array of dtype {leaf.dtype}, which JAX has no counterpart for."
         hint = "leave it out of what the step takes, or encode it as numbers."
     elif _is_foreign_array(leaf):
@@ -269,14 +298,8 @@ def arguments_of(
     convention: Convention, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[Argument]:
     """The arguments that are traced, in the order of their leaves."""
-    _, _, static = convention.split(args, kwargs)
-    # Flattening a dict sorts its keys.
-    keys: list[Key] = [*range(len(args)), *sorted(kwargs)]
     start = 0
-    for key in keys:
-        if key in static:
-            continue
-        value = args[key] if isinstance(key, int) else kwargs[key]
+    for key, value in _traced_values(convention, args, kwargs):
         with_paths, tree = jax.tree_util.tree_flatten_with_path(value)
         name = convention.name(key)
         flat = [leaf for _, leaf in with_paths]
@@ -286,6 +309,17 @@ def arguments_of(
         owned, position = tuple(in_objects(value)), convention.position(key)
         yield Argument(name, position, value, tree, leaves, paths, start, owned)
         start += sum(leaf is not None for leaf in leaves)
+
+
+def _traced_values(
+    convention: Convention, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Key, Any]]:
+    _, _, static = convention.split(args, kwargs)
+    # Flattening a dict sorts its keys.
+    keys: list[Key] = [*range(len(args)), *sorted(kwargs)]
+    for key in keys:
+        if key not in static:
+            yield key, args[key] if isinstance(key, int) else kwargs[key]
 
 
 def describe(value: Any) -> str:

@@ -41,7 +41,7 @@ from autopar.passes.trace.signature import (
     traced_leaves,
     unsealed,
 )
-from autopar.passes.trace.tracing_errors import check_constants, in_our_words
+from autopar.passes.trace.tracing_errors import check_constants, check_kind, in_our_words
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,7 @@ def trace(
       Exception: whatever else `fn` raises, as it is.
     """
     kwargs = {} if kwargs is None else kwargs
+    check_kind(fn, _name_of(fn), _where(fn))
     convention = Convention.of(fn, static_argnums)
     _check_static_argnums(convention, args, kwargs)
     signature = signature_of(convention, args, kwargs)

@@ -6,9 +6,10 @@ a number there fails in JAX, far from the line that asked.
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +47,24 @@ def in_our_words(
         why=why + ".",
         hint=_static_hint(origins, arguments) or hint,
     )
+
+
+def check_kind(fn: Callable[..., Any], name: str, place: str | None) -> None:
+    """See that a call of a function runs it.
+
+    Raises:
+      TraceError: a call gives a coroutine or a generator.
+    """
+    called = getattr(fn, "func", fn)
+    is_coroutine = inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)
+    if is_coroutine or inspect.isgeneratorfunction(called):
+        kind, does = ("a coroutine", "awaits") if is_coroutine else ("a generator", "iterates over")
+        raise TraceError(
+            f"A call of {name} gives {kind}, and runs nothing of it.",
+            where=place,
+            why=f"what it computes is only known to who {does} the result.",
+            hint="write the step as a plain function (def, with return), and call that from there.",
+        )
 
 
 def check_constants(constants: Sequence[Any], name: str, place: str | None) -> None:

@@ -146,6 +146,7 @@ def test_ordered_callbacks_are_refused() -> None:
     with pytest.raises(InexactMicrobatchError, match="ordered") as error:
         split(graph, analysis)
     assert __file__ in str(error.value.where)
+    assert "after the step" in str(error.value)  # whatever is said first, this does
 
 
 def balanced(w: Any, x: Any) -> Any:
