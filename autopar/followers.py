@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.api import Parallelized
-from autopar.arrays.buffers import any_deleted
+from autopar.arrays.buffers import any_deleted, own_copy
 from autopar.arrays.split_array import SplitArray, put
 from autopar.base.errors import OptionError
 from autopar.base.user_code import shorten
-from autopar.call_checks import donated_earlier
+from autopar.call_checks import donated_earlier, run_plain
 from autopar.executable import Executable
 from autopar.held_leaves import HeldLeaves, held_leaves
 from autopar.leaf_paths import path_parts
@@ -68,6 +68,8 @@ class Followed:
         """
         if jax_compat.is_tracing():
             return self._fn(*args, **kwargs)
+        if jax_compat.is_jit_disabled():
+            return run_plain(self._fn, name_of(self._fn), args, kwargs)
         try:
             with objects_apart(self._convention, args, kwargs) as call:
                 if call is not None:
@@ -86,7 +88,7 @@ class Followed:
         arrays = [leaves[i] for i in signature.array_positions]
         with self._lock:
             # Where leaves lie is part of the key, for it says which equation runs where.
-            key = signature, tuple(map(layout.place, arrays))
+            key = signature, jax_compat.trace_context(), tuple(map(layout.place, arrays))
             program = self._programs.get(key)
             if program is None:
                 program = self._programs[key] = self._new(fn, args, kwargs, layout, arrays)
@@ -217,7 +219,7 @@ class _Program:
             self._targets.append(target)
             self._cuts.append(layout.cut(path, leaf, rows) if held is None else None)
         constants = traced.graph.constants
-        self._constants = [OnMeshes(value) for value in constants]
+        self._constants = [OnMeshes(own_copy(value)) for value in constants]
         free: list[Home] = [None] * len(constants)
         jaxpr = traced.graph.jaxpr
         self._program = layout.program(jaxpr, [*homes, *free], name)

@@ -57,6 +57,18 @@ def initialize(
     Raises:
       TraceError: what `init_fn` makes is none of the step's arguments.
     """
+    with jax.disable_jit(False):  # what is not compiled lies where JAX likes
+        return _initialize(traced, shardings, init_fn, args, kwargs, make or _on_meshes)
+
+
+def _initialize(
+    traced: Traced,
+    shardings: Sequence[Sharding | SplitSharding],
+    init_fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    make: Callable[..., list[Any]],
+) -> Any:
     signature = signature_of(Convention.of(init_fn), args, kwargs)
     made: list[_MadeLeaves] = []
 
@@ -88,7 +100,7 @@ def initialize(
         shaped = tuple(None if leaf is None else next(shapes) for leaf in first.leaves)
         targets, is_tuple = _targets(traced, _MadeLeaves(first.tree, first.paths, shaped))
         wanted = [shardings[index] for target in targets for index, *_ in target.arrays()]
-        values = iter((make or _on_meshes)(evaluate, wanted, args, kwargs))
+        values = iter(make(evaluate, wanted, args, kwargs))
     made.clear()  # it holds tracers
     result = []
     for target in targets:

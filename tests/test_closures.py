@@ -95,3 +95,15 @@ def test_typed_key() -> None:
     w, x = jnp.zeros(4), np.ones((8, 4), np.float32)
     for found, expected in zip(run(w, x), jax.jit(step)(w, x), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_followers(way: str) -> None:
+    """So has a function that follows a step's plan: each signature is traced once."""
+    mask, x = aligned(16 * 32).reshape(16, 32), np.ones((32, 16), np.float32)
+    step = autopar.parallelize(step_towards(np.zeros((16, 32), np.float32)), **WAYS[way])
+    w, _ = step(weights(), x)
+    read = autopar.follow(step, lambda w: jnp.sum(w["a"] * mask))
+    before = float(read(w))
+    mask[:] = 100.0
+    assert float(read(w)) == pytest.approx(before)

@@ -113,3 +113,17 @@ def test_state_of_stages_without_jit_is_refused() -> None:
         with pytest.raises(DeviceError, match="gather"):
             run(w, x)
         run(run.gather(w), x)
+
+
+def test_followers_and_initial_states() -> None:
+    x = np.ones((32, 16), np.float32)
+    run = autopar.parallelize(train)
+    with jax.disable_jit():
+        made = autopar.compile(train, weights(), x).initialize(weights)
+    w, _ = run(made, x)
+    read = autopar.follow(run, lambda w: w["a"].astype(float))
+    assert read(w).dtype == jnp.float32
+    with jax.enable_x64(True):
+        assert read(w).dtype == jnp.float64
+    with jax.disable_jit():
+        assert read(w).dtype == jnp.float32
