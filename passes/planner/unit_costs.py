@@ -71,7 +71,7 @@ class UnitCosts:
         self._free: dict[int, FreeWays] = {}
         self._splits: dict[int, SplitStep] = {}  # by identity of the labelled stages
         self._known: dict[int, tuple[PlannedStage, TimedUnit]] = {}  # by plans, which live
-        self.is_useless: Callable[[int, UnitCost], bool] = lambda size, total: False
+        self.is_useless: Callable[[int, UnitCost], bool] | None = None
         self._priced: dict[tuple[Mesh, Kind, tuple[float, bool]], PlannedStage] = {}
 
     def free_ways(self, size: int, longest: float = math.inf) -> list[tuple[Mesh, Way]]:
@@ -92,7 +92,8 @@ class UnitCosts:
         enough, fits = set[Mesh](), dict[Mesh, bool]()  # meshes whose plans need no other price
         for price, (mesh, total) in itertools.product(PRICES, totals.items()):
             slow = self._step_seconds(total) > TOO_SLOW * self.least_seconds(size)
-            slow = slow or self._evenly(size, total) > longest or self.is_useless(size, total)
+            slow = slow or self._evenly(size, total) > longest
+            slow = slow or (self.is_useless is not None and self.is_useless(size, total))
             if mesh in enough or slow:
                 continue
             known, before = free.planned[mesh], fits.get(mesh, False)
@@ -325,7 +326,7 @@ class UnitCosts:
 
     def _will_be_useless(self, size: int, mesh: Mesh) -> bool:
         """Whether all units surely are, as the kind that computes most tells."""
-        if not self._begin(1).heaviest:
+        if self.is_useless is None or not self._begin(1).heaviest:
             return False
         total = self.least_totals(size)[self.quickest(size).index(mesh)]
         return self.is_useless(size, total)
