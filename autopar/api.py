@@ -117,7 +117,9 @@ class Parallelized(Displayed, Requested, AroundStep):
             known = signature, settings
             executable = self._executables.get(known)
             if executable is None:
-                executable = self._executables[known] = self._new(signature, args, kwargs)
+                with jax_compat.jitted():
+                    executable = self._new(signature, args, kwargs)
+                self._executables[known] = executable
                 executable.watched_by(self._loop)
             self._last = executable, settings
             return executable

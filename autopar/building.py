@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from autopar.base.progress import Progress
 from autopar.base.ray_options import Ray
 from autopar.base.transfer_costs import by_way_of_hosts
 from autopar.confirming import as_asked, check_given, plan_confirmed
+from autopar.passes.graph import jax_compat
 from autopar.passes.trace.graph_objects import objects_apart
 from autopar.passes.trace.signature import Convention
 from autopar.plans.plan import Plan
@@ -37,11 +37,6 @@ if TYPE_CHECKING:
     from autopar.passes.trace.trace import Traced
 
 
-def jitted() -> AbstractContextManager[None]:
-    """Within it, `jax.disable_jit` is not in force: a program is made of whole functions."""
-    return jax.disable_jit(False)
-
-
 def trace_step(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -57,7 +52,7 @@ def trace_step(
     progress.report("tracing")
     options = request.options
     convention = Convention.of(fn, options.static_argnums)
-    with jitted(), tracing_for(cluster), objects_apart(convention, args, kwargs) as call:
+    with jax_compat.jitted(), tracing_for(cluster), objects_apart(convention, args, kwargs) as call:
         if call is not None:
             fn, args, kwargs = call.pure(fn), call.args, call.kwargs
         return trace(
@@ -89,7 +84,7 @@ def plan_traced(
     def planned(options: Options) -> Compiled:
         return compile_graph(traced.graph, options, cluster, made, progress.report)
 
-    with jitted(), no_mesh():
+    with jax_compat.jitted(), no_mesh():
         try:
             if options.confirm is None or made is not None:
                 return planned(options)
@@ -114,7 +109,7 @@ def build(
     Raises:
       AutoparError: see `autopar.compile`.
     """
-    with jitted(), Progress(f"compiling {name_of(fn)}", request.progress) as progress:
+    with jax_compat.jitted(), Progress(f"compiling {name_of(fn)}", request.progress) as progress:
         cluster, made = request.load()
         runtime = request.options.runtime
         if not isinstance(runtime, Ray):

@@ -91,7 +91,9 @@ class Followed:
             key = signature, jax_compat.trace_context(), tuple(map(layout.place, arrays))
             program = self._programs.get(key)
             if program is None:
-                program = self._programs[key] = self._new(fn, args, kwargs, layout, arrays)
+                with jax_compat.jitted():
+                    program = self._new(fn, args, kwargs, layout, arrays)
+                self._programs[key] = program
         if any_deleted(arrays):
             paths = [x.path for x in program.traced.graph.inputs]
             gone = [p for p, x in zip(paths, arrays, strict=False) if any_deleted([x])]

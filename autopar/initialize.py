@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from autopar.arrays.split_array import SplitArray, SplitSharding
 from autopar.base.errors import TraceError
 from autopar.mismatch import leaf_differences, suffixes
+from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import flatten
 from autopar.passes.graph.logical import no_mesh, on_logical_shapes
 from autopar.passes.trace.arguments import Argument
@@ -57,7 +58,7 @@ def initialize(
     Raises:
       TraceError: what `init_fn` makes is none of the step's arguments.
     """
-    with jax.disable_jit(False):  # what is not compiled lies where JAX likes
+    with jax_compat.jitted():  # what is not compiled lies where JAX likes
         return _initialize(traced, shardings, init_fn, args, kwargs, make or _on_meshes)
 
 

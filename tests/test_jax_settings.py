@@ -127,3 +127,22 @@ def test_followers_and_initial_states() -> None:
         assert read(w).dtype == jnp.float64
     with jax.disable_jit():
         assert read(w).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"microbatches": 2}, {"stages": 2, "microbatches": 2}], ids=str
+)
+def test_what_is_traced_is_not_computed_meanwhile(options: dict[str, Any]) -> None:
+    """Under `jax.ensure_compile_time_eval`, which folds what depends on no argument."""
+    x = np.ones((32, 16), np.float32)
+    run = autopar.parallelize(train, donate_argnums=(), **options)
+    expected = run(weights(), x)
+    with jax.ensure_compile_time_eval(), pytest.warns(AutoparWarning, match="settings of JAX"):
+        later = run(weights(), x)
+    with jax.ensure_compile_time_eval():
+        step = autopar.compile(train, weights(), x, donate_argnums=(), **options)
+        first = step(step.initialize(weights), x)
+        total = autopar.follow(step, lambda w: w["a"].sum() + jnp.arange(3))(later[0])
+    assert_same(run.gather(later), step.gather(expected))
+    assert_same(step.gather(first), run.gather(later))
+    assert_same(total, run.gather(later)[0]["a"].sum() + jnp.arange(3))

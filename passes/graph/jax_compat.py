@@ -7,11 +7,12 @@ Each function here says what it needs and why no public name serves.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, update_wrapper
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -133,6 +134,17 @@ def is_jit_disabled() -> bool:
     `jax.config.jax_disable_jit` says the same in ten times the time.
     """
     return bool(config.disable_jit.value)
+
+
+@contextlib.contextmanager
+def jitted() -> Iterator[None]:
+    """Within it, neither `jax.disable_jit` nor `jax.ensure_compile_time_eval` is in force.
+
+    A program is made of whole functions, and all of it is computed when it runs. What the second
+    sets has no public name.
+    """
+    with jax.disable_jit(False), config.eager_constant_folding(False):
+        yield
 
 
 def trace_context() -> tuple[Any, ...]:
