@@ -94,7 +94,9 @@ def test_what_a_barrier_passes_to_nobody_is_dead() -> None:
 def test_bodies_of_control_flow_are_flat_too() -> None:
     def step(x: Any) -> Any:
         def body(carry: Any, now: Any) -> Any:
-            carry = jax.lax.cond(now[0] > 0, jax.jit(jnp.sin), jax.nn.relu, carry + now)
+            carry = jax.lax.switch(
+                jnp.int32(now[0]), [jax.jit(jnp.sin), jax.nn.relu, jnp.cos], carry + now
+            )
             return carry, ()
 
         carry, _ = jax.lax.scan(body, jnp.zeros(4), x)
@@ -137,7 +139,7 @@ def test_arrays_that_inner_functions_close_over_are_constants_once() -> None:
 
     def step(x: Any) -> Any:
         x, _ = jax.lax.scan(lambda c, _: (inner(c) + other, None), inner(x), None, length=2)
-        x = jax.lax.cond(x.sum() > 0, lambda x: x - other, inner, x)
+        x = jax.lax.cond(x.sum() > 0, lambda x: jnp.sort(x - other), inner, x)
         x = jax.lax.while_loop(
             lambda x: jnp.sum(inner(x)) < -99, lambda x: jax.jit(lambda x: x * other)(inner(x)), x
         )
@@ -363,7 +365,10 @@ def test_a_fingerprint_is_the_same_in_another_process() -> None:
 def test_numbers_that_a_cond_is_given_are_inside_its_branches(positive: bool) -> None:
     def outer(x: Any) -> Any:
         def inner(y: Any, scale: Any) -> Any:
-            return jax.lax.switch(jnp.int32(y[0] > 0), [lambda s: y * s, lambda s: s + y], scale)
+            def added(scale: Any) -> Any:
+                return scale + y
+
+            return jax.lax.switch(jnp.int32(y[0] > 0), [lambda s: y * s, added, added], scale)
 
         return jax.lax.cond(x[0] > 0, inner, lambda y, scale: y - scale, x, 0.5), jax.lax.cond(
             x[0] > 0, lambda s: s, lambda s: 2 * s, 0.25

@@ -175,7 +175,7 @@ CASES: dict[str, Callable[..., Any]] = {
     "merged": lambda w, x: (w @ x).reshape(15) @ jnp.ones(15),
     "loop": lambda w, x: lax.scan(lambda c, r: (c + w @ r, c.sum()), jnp.zeros(5), x.T),
     "loop until": lambda w, x: lax.while_loop(lambda c: c[0, 0] < 9, lambda c: c + 5, w @ x),
-    "branches": lambda w, x: lax.cond(x.sum() > 0, lambda a: a + 1, lambda a: a, w @ x),
+    "branches": lambda w, x: lax.switch(jnp.int32(x.sum()), [jnp.sin, jnp.cos, jnp.tan], w @ x),
     "jacobian": lambda w, x: jax.jacrev(lambda w: jax.nn.softmax(w @ x[0]))(w),
     "dropout": lambda w, x: jax.random.bernoulli(jax.random.key(0), 0.5, (5, 3)) * (w @ x),
 }  # fmt: skip

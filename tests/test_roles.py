@@ -139,6 +139,13 @@ def through_while(params: Any, x: Any, y: Any) -> Any:
 
 def through_cond(params: Any, x: Any, y: Any) -> Any:
     new, loss = train(params, x, y)
+    return jax.lax.switch(
+        jnp.int32(jnp.isfinite(loss)), [lambda: params, lambda: new, lambda: params]
+    )
+
+
+def through_selections(params: Any, x: Any, y: Any) -> Any:
+    new, loss = train(params, x, y)
     return jax.lax.cond(jnp.isfinite(loss), lambda: new, lambda: params)
 
 
@@ -169,6 +176,7 @@ def through_queue(params: Any, x: Any, y: Any) -> Any:
         through_scan,
         through_while,
         through_cond,
+        through_selections,
         through_where,
         through_one_vector,
         through_jit,

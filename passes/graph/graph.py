@@ -23,9 +23,11 @@ from autopar.passes.graph.cond_literals import with_literals_inside
 from autopar.passes.graph.held_constants import HeldConstants, passed_down
 from autopar.passes.graph.plain_equations import plain
 from autopar.passes.graph.platforms import known_branch, only_platform
+from autopar.passes.graph.selected_branches import are_selected, product_flops, selections
 
 Role = Literal["state", "batch", "constant", "received", "other"]
 Atom = Any  # Var | Literal
+_SELECTED = 1 / 50  # of a step's FLOPs may a `cond` take that computes both of its branches
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def from_closed_jaxpr(
     closed: ClosedJaxpr, inputs: Sequence[Input], outputs: Sequence[Output]
 ) -> Graph:
     """Flatten a traced program: constants become inputs, calls are inlined, dead code goes."""
-    closed = flatten(closed)
+    closed = flatten(closed, selected_flops=round(_SELECTED * product_flops(closed.jaxpr)))
     jaxpr, constants = closed.jaxpr, tuple(closed.consts)
     labels = [*inputs, *(Input(f"constant[{i}]", "constant") for i in range(len(constants)))]
     jaxpr = jax_compat.replace_jaxpr(jaxpr, constvars=[], invars=[*jaxpr.invars, *jaxpr.constvars])
@@ -103,22 +105,23 @@ def from_closed_jaxpr(
 # Inlining. A call's jaxpr may be cached and occur many times, so each inlining takes new variables.
 
 
-def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:
+def flatten(closed: ClosedJaxpr, selected_flops: int = 0) -> ClosedJaxpr:
     """`closed` with every call inlined, recursively inside control flow.
 
     Arrays that calls and bodies hold become constants of the result. Of equal equations the first
-    one stays, as XLA keeps one of them; dead code goes.
+    one stays, as XLA keeps one of them; dead code goes. A `cond` whose products take no more FLOPs
+    than `selected_flops` may be a choice between two results (`selected_branches.py`).
     """
-    whole = inlined(closed)
+    whole = inlined(closed, selected_flops)
     return ClosedJaxpr(eliminate_dead_code(merge_equal_equations(whole.jaxpr)), whole.consts)
 
 
-def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+def inlined(closed: ClosedJaxpr, selected_flops: int = 0) -> ClosedJaxpr:
     """The same with every equation that the function makes, dead ones and equal ones too."""
     jaxpr, held = closed.jaxpr, HeldConstants(closed)
     eqns: list[JaxprEqn] = []
     env: dict[Var, Atom] = {}
-    _inline_into(jaxpr, env, eqns, held, outer=None)
+    _inline_into(jaxpr, env, eqns, held, None, selected_flops)
     outvars = [read_atom(env, v) for v in jaxpr.outvars]
     jaxpr = jaxpr.replace(eqns=eqns, outvars=outvars)
     if len(held.variables) > len(jaxpr.constvars):
@@ -137,6 +140,7 @@ def _inline_into(
     eqns: list[JaxprEqn],
     held: HeldConstants,
     outer: JaxprEqn | None,
+    selected_flops: int,
 ) -> None:
     for eqn in itertools.chain.from_iterable(map(plain, jaxpr.eqns)):
         operands = [read_atom(env, v) for v in eqn.invars]
@@ -154,7 +158,8 @@ def _inline_into(
                 operands = passed_by_barrier(operands, info, eqns)
             inner_env: dict[Var, Atom] = dict(zip(inner.invars, operands, strict=True))
             inner_env.update(zip(inner.constvars, held.atoms(called), strict=True))
-            _inline_into(inner, inner_env, eqns, held, outer=eqn.replace(source_info=info))
+            calling = eqn.replace(source_info=info)
+            _inline_into(inner, inner_env, eqns, held, calling, selected_flops)
             for var, result in zip(eqn.outvars, inner.outvars, strict=True):
                 env[var] = read_atom(inner_env, result)
             continue
@@ -164,12 +169,36 @@ def _inline_into(
             env.update(zip(eqn.outvars, outvars, strict=True))
         if name in primitives.CONTROL_FLOW:
             operands, bodies = with_literals_inside(eqn, operands)
-            operands, params = passed_down(eqn, operands, [*map(flatten, bodies)], held)
+            inside = selected_flops if name == "cond" else 0
+            bodies = [flatten(body, inside) for body in bodies]
+            if are_selected(eqn, bodies, inside):
+                env.update(_selected(eqn.replace(source_info=info), operands, bodies, eqns, held))
+                continue
+            operands, params = passed_down(eqn, operands, bodies, held)
         elif name in primitives.KERNELS:
             params = eqn.params
         else:
             params = map_inner_jaxprs(eqn.params, _flat_body)
         eqns.append(eqn.replace(invars=operands, outvars=outvars, params=params, source_info=info))
+
+
+def _selected(
+    eqn: JaxprEqn,
+    operands: Sequence[Atom],
+    branches: Sequence[ClosedJaxpr],
+    eqns: list[JaxprEqn],
+    held: HeldConstants,
+) -> dict[Var, Atom]:
+    """What the results of a `cond` are where both of its branches are inlined."""
+    found = []
+    for branch in branches:
+        inner: dict[Var, Atom] = dict(zip(branch.jaxpr.invars, operands[1:], strict=True))
+        inner.update(zip(branch.jaxpr.constvars, held.atoms(branch), strict=True))
+        _inline_into(branch.jaxpr, inner, eqns, held, eqn, 0)
+        found.append([read_atom(inner, atom) for atom in branch.jaxpr.outvars])
+    chosen, results = selections(eqn, operands[0], found)
+    eqns += chosen
+    return dict(zip(eqn.outvars, results, strict=True))
 
 
 def _called(eqn: JaxprEqn, operands: list[Atom]) -> tuple[ClosedJaxpr | None, list[Atom]]:

@@ -156,7 +156,8 @@ def test_branches_on_what_all_examples_share() -> None:
 def test_a_branch_on_a_finished_sum_is_the_epilogues() -> None:
     def step(w: Any, x: Any) -> Any:
         gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(w)
-        return lax.cond(jnp.all(jnp.isfinite(gradient)), lambda: w - gradient, lambda: w)
+        is_finite = jnp.int32(jnp.all(jnp.isfinite(gradient)))
+        return lax.switch(is_finite, [lambda: w, lambda: w - gradient, lambda: gradient])
 
     analysis = check_split(step, (normal(0, 4, 4), normal(1, 8, 4)), 4)
     assert "cond" in [step.eqn.primitive.name for step in analysis.phases.epilogue]

@@ -33,7 +33,9 @@ OPERATIONS: dict[str, Operation] = {
     "scan": lambda x, w, c: lax.scan(lambda h, v: (jnp.tanh(h @ w + v), None), x, w)[0],
     "map": lambda x, w, c: lax.map(lambda row: jnp.tanh(row @ w), x),
     "checkpoint": lambda x, w, c: jax.checkpoint(lambda x: jnp.sin(x @ w) * x)(x),
-    "branch": lambda x, w, c: lax.cond(w[0, 0] > 0, jnp.sin, lambda x: x * w[0], x),
+    "branch": lambda x, w, c: lax.switch(
+        jnp.int32(w[0, 0] > 0), [jnp.sin, lambda x: x * w[0], jnp.cos], x
+    ),
     "batch mean": lambda x, w, c: x - x.mean(0),
     "batch weight": lambda x, w, c: x / jnp.sum(c + 1),
     "scale by sum": lambda x, w, c: x * jnp.tanh(jnp.sum(x)),

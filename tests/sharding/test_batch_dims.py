@@ -64,7 +64,7 @@ def test_through_scans_and_branches() -> None:
             return carry, carry * 2
 
         last, every = jax.lax.scan(body, jnp.zeros((16, 8)), jnp.moveaxis(x, 1, 0))
-        chosen = jax.lax.cond(w[0, 0] > 0, lambda a: a, lambda a: a * 3, last)
+        chosen = jax.lax.cond(w[0, 0] > 0, lambda a: a, lambda a: a @ w, last)
         return w + chosen.T @ chosen + every.sum()
 
     graph = graph_of(step, shaped(8, 8), shaped(16, 4, 8))

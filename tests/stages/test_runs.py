@@ -181,7 +181,7 @@ def test_casts_averages_and_norms_by_layer() -> None:
     assert max(link.bytes for link in found.links if not link.per_microbatch) <= 4 * DEPTH
 
 
-@pytest.mark.parametrize("kind", ["where", "cond"])
+@pytest.mark.parametrize("kind", ["where", "cond", "switch"])
 def test_loss_scaling(kind: str) -> None:
     """The whole update is skipped where a gradient is not finite."""
 
@@ -200,6 +200,9 @@ def test_loss_scaling(kind: str) -> None:
         old = state["params"]
         if kind == "cond":
             params = jax.lax.cond(finite, update, lambda params: params, old)
+        elif kind == "switch":
+            branches = [lambda params: params, update, update]
+            params = jax.lax.switch(jnp.int32(finite), branches, old)
         else:
             params = jax.tree.map(lambda a, b: jnp.where(finite, a, b), update(old), old)
         scale = jnp.where(finite, state["scale"], state["scale"] / 2)
