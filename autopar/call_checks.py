@@ -122,10 +122,11 @@ def run_plain(
     held = {frozenset(x.devices()) for x in leaves if isinstance(x, jax.Array) and x.committed}
     if apart or len(held) > 1:
         raise DeviceError(
-            f"{name} is called under jax.disable_jit() with arrays of several stages.",
+            f"{name} is called under jax.disable_jit() with arrays of different devices.",
             why="there it is the plain function, which JAX runs one operation after the other, and "
             "no operation takes arrays of different devices.",
-            hint="bring the state together first: state = step.gather(state).",
+            hint="bring the state of several stages together first: state = step.gather(state); or "
+            "other arrays to the state's devices: jax.device_put(x, w.sharding).",
         )
     return fn(*args, **kwargs)
 

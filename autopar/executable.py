@@ -492,6 +492,10 @@ class Executable(Displayed, AroundStep):
           TraceError: the arguments are not like those that the step was compiled for.
           DonatedBufferError: a leaf was consumed by an earlier call.
         """
+        with jax_compat.jitted():
+            return self._profile(args, kwargs)
+
+    def _profile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Profile:
         from autopar.profile import profile_step
 
         donated, kept = self._profiled_leaves(args, kwargs)

@@ -97,6 +97,18 @@ def test_typed_key() -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+def test_array_of_another_device_beside_a_mesh_in_the_context() -> None:
+    mask = jax.device_put(jnp.arange(16.0), jax.devices()[3])
+
+    def step(w: Any, x: Any) -> Any:
+        return w + x.mean(0) * mask, x.sum()
+
+    w, x = jnp.zeros(16), np.ones((32, 16), np.float32)
+    with jax.set_mesh(jax.make_mesh((4,), ("x",))):
+        found = autopar.parallelize(step, donate_argnums=())(w, x)
+    np.testing.assert_allclose(found[0], np.arange(16.0))
+
+
 @pytest.mark.parametrize("way", list(WAYS))
 def test_followers(way: str) -> None:
     """So has a function that follows a step's plan: each signature is traced once."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from small_steps import perceptron as step
 
 import autopar
-from autopar.base.errors import MemoryLimitError
+from autopar.base.errors import AutoparError, MemoryLimitError
 
 CLUSTER = autopar.Cluster.preset("p3.16xlarge", devices_per_node=2)
 WIDTH, ROWS = 16, 8
@@ -71,3 +73,13 @@ def test_a_pipeline_is_told_that_one_mesh_would_do() -> None:
     error = refused(stages=2, memory_limit=3500, microbatches=8, schedule="gpipe", remat="none")
     assert "stages=1" in error.would_fit
     planned(stages=1, memory_limit=3500, microbatches=8, remat="none")
+
+
+def test_ordered_effects_on_several_devices() -> None:
+    def step(w: Any, x: Any) -> Any:
+        jax.debug.print("{}", x.sum(), ordered=True)
+        return w + x.mean(0)
+
+    with pytest.raises(AutoparError, match="ordered effect") as caught:
+        autopar.plan(step, jnp.ones(16), np.ones((32, 16)), cluster="1x2 h100", stages=1)
+    assert "test_refusals.py" in str(caught.value.where)

@@ -1,6 +1,7 @@
 """Tracing: every kind of leaf, what each is used as, and what is refused."""
 
 import dataclasses
+import inspect
 from functools import partial
 from typing import Any
 
@@ -246,11 +247,41 @@ def _in_parts(x: Any) -> Any:
     yield x
 
 
-@pytest.mark.parametrize(("step", "kind"), [(_later, "coroutine"), (_in_parts, "generator")])
+async def _later_in_parts(x: Any) -> Any:
+    yield x
+
+
+class _Later:
+    async def __call__(self, x: Any) -> Any:
+        return x
+
+
+class _Holding:
+    """Runs at once, whatever it holds."""
+
+    func = staticmethod(_in_parts)
+
+    def __call__(self, w: Any, x: Any) -> Any:
+        return w + x.mean()
+
+
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [
+        (_later, "coroutine"),
+        (_later_in_parts, "coroutine"),
+        (_in_parts, "generator"),
+        (partial(partial(_in_parts)), "generator"),
+        (_Later(), "coroutine"),
+        (_Later().__call__, "coroutine"),
+    ],
+)
 def test_a_function_that_runs_later(step: Any, kind: str) -> None:
     with pytest.raises(TraceError, match=f"gives a {kind}") as caught:
         trace(step, (X,))
-    assert "test_trace.py" in str(caught.value.where)
+    is_function = inspect.isroutine(step)
+    assert not is_function or "test_trace.py" in str(caught.value.where)
+    assert len(trace(_Holding(), (B, X)).graph.outputs) == 1
 
 
 @pytest.mark.parametrize(

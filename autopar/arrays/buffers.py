@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
@@ -59,9 +58,12 @@ def own_copy(value: Any) -> Any:
     """An array in memory of its own, whatever becomes of the one that it is a copy of.
 
     `jax.device_put` takes over a NumPy array's memory where that is aligned, and the buffer of an
-    array that lies on one of several devices, also with `may_alias=False` (JAX 0.10 to 0.12).
+    array that lies on one of several devices, in another sharding also with `may_alias=False` (JAX
+    0.10 to 0.12).
     """
-    return jnp.copy(value) if isinstance(value, jax.Array) else np.array(value)
+    if not isinstance(value, jax.Array):
+        return np.array(value)
+    return jax.device_put(value, value.sharding, may_alias=False)  # for one sharding it copies
 
 
 def any_deleted(leaves: Sequence[Any]) -> bool:
@@ -110,5 +112,4 @@ def copy_to(leaf: Any, sharding: Sharding | SplitSharding) -> Any:
     # What is empty has no memory to tell it by, and is deleted all the same.
     if placed.size and set(memory_of(leaf)).isdisjoint(memory_of(placed)):
         return placed
-    # On the devices that it comes from, JAX may keep the old buffer; for one sharding it copies.
-    return jax.device_put(placed, sharding, may_alias=False)
+    return own_copy(placed)

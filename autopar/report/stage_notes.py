@@ -38,7 +38,8 @@ def describe_recomputed(plan: PlanRecord) -> str:
 
 def describe_later_loops(plan: PlanRecord) -> str:
     """What the later of several loops over the microbatches do; "" where there is one at most."""
-    return f"later ones {_LATER_LOOPS[plan.later_loops]}" if plan.later_loops else ""
+    told = _LATER_LOOPS.get(plan.later_loops, plan.later_loops)
+    return f"later ones {told}" if told else ""
 
 
 def _named(numbers: Sequence[int]) -> str:

@@ -170,9 +170,10 @@ def rows_to_keep(before: Forward, read: Iterable[Var]) -> list[Var]:
 def rows_to_reuse(before: Forward, own: Sequence[Var], cut: CutStep) -> list[Var]:
     """Of the rows that the first loop computes for its own results, those that the rest needs.
 
-    As few bytes of them as the rest can do with without heavy equations of that loop. The loop does
-    nothing ahead for the rest: PPO keeps the advantages that it whitens, not the activations of the
-    policy. If it computes all of its `own` rows anyway, these.
+    Without heavy equations of that loop the rest has what it needs of these: each value is kept, or
+    what it is computed from, whichever has fewer bytes, one by one. The loop does nothing ahead for
+    the rest: PPO keeps the advantages that it whitens, not the activations of the policy. If it
+    computes all of its `own` rows anyway, these.
     """
     makers = {var: eqn for eqn in cut.first.jaxpr.eqns for var in eqn.outvars}
     if makers.keys() >= set(own):

@@ -173,10 +173,13 @@ class LayoutSearch:
         return self.known.keep_split(count, has_loop, SplitStep(step, rules, *asked))
 
     def _with_rows_of_earlier_loops(self, split: SplitStep) -> Iterator[SplitStep]:
-        """A step of several loops whose later ones keep rows of earlier ones, or reuse some."""
+        """A step of several loops whose later ones keep or reuse rows, if it can be cut so."""
         known = {fingerprint(split.graph.jaxpr)}
         for later_loops in ("keep", "reuse") if split.later_loops else ():
-            other = self.split(split.num_microbatches, later_loops=later_loops)
+            try:
+                other = self.split(split.num_microbatches, later_loops=later_loops)
+            except InexactMicrobatchError:
+                continue
             if (program := fingerprint(other.graph.jaxpr)) not in known:
                 known.add(program)
                 yield other

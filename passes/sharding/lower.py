@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn, Var
 
-from autopar.base.errors import AutoparError
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import Atom, user_source
+from autopar.passes.graph.graph import Atom
 from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.sharding import strategies as st
 from autopar.passes.sharding.compiler_rules import rules_of
+from autopar.passes.sharding.effects import check_effects
 from autopar.passes.sharding.layout import (
     Layout,
     on_device,
@@ -288,13 +288,7 @@ class _Lowering:
 
     def _opaque(self, entry: Entry) -> None:
         eqn = entry.eqn
-        if eqn.effects and any(not isinstance(v, jex_core.DropVar) for v in eqn.outvars):
-            raise AutoparError(
-                f"{eqn.primitive.name} has a side effect and returns a value that the step uses.",
-                where=user_source(eqn),
-                why="on several devices it would run several times.",
-                hint="return the value from the step and call the host after it.",
-            )
+        check_effects(eqn, self.context.built.mesh)
         operands, results = (
             tuple(replicated(len(aval_shape(v))) for v in values)
             for values in (eqn.invars, eqn.outvars)

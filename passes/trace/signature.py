@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -266,11 +267,14 @@ def _path_of(
 
 def _no_array(leaf: Any, path: str, error: Exception) -> TraceError:
     """The error for a leaf that JAX takes for an array, and cannot make one of."""
+    told = textwrap.shorten(str(error).rstrip("."), 100, placeholder="...")
+    is_wide = isinstance(leaf, int) and -(2**63) <= leaf < 2**63
+    wider = "; or set jax_enable_x64" if is_wide and not jax.config.read("jax_enable_x64") else ""
     return TraceError(
         f"The leaf {path} cannot be made an array.",
         where=path,
-        why=f"it is {describe(leaf)}, of which JAX says: {str(error).rstrip('.')}.",
-        hint="pass a smaller number, a float, or an array; or set jax_enable_x64.",
+        why=f"it is {describe(leaf)}, of which JAX says: {told}.",
+        hint=f"pass a smaller number, a float, or an array{wider}.",
     )
 
 

@@ -6,6 +6,7 @@ a number there fails in JAX, far from the line that asked.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -55,7 +56,11 @@ def check_kind(fn: Callable[..., Any], name: str, place: str | None) -> None:
     Raises:
       TraceError: a call gives a coroutine or a generator.
     """
-    called = getattr(fn, "func", fn)
+    called: Any = fn
+    while isinstance(called, functools.partial):
+        called = called.func
+    if not inspect.isroutine(called):
+        called = type(called).__call__
     is_coroutine = inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)
     if is_coroutine or inspect.isgeneratorfunction(called):
         kind, does = ("a coroutine", "awaits") if is_coroutine else ("a generator", "iterates over")
