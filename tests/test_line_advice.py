@@ -219,3 +219,33 @@ def test_a_line_that_mostly_communicates_is_told() -> None:
     assert plan.explain(advice.source).decisions
     alone = autopar.plan(step, *shapes, **{**options, "cluster": "1xh100"})
     assert not alone.hot_lines.advice
+
+
+def _whitening(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Its products of weights alone have nothing of the batch."""
+    for _ in range(4):
+        w = w - w @ w.T @ w
+    return w, jnp.sum(x @ w)
+
+
+def test_what_devices_compute_alike_is_told() -> None:
+    """In a warning where it is much, and by line: they may save all but their part of it."""
+    arguments = [jax.ShapeDtypeStruct((8192, 8192), "float32") for _ in range(2)]
+    options: dict[str, Any] = {"cluster": "1x8 h100", "microbatches": 1, "batch_argnums": 1}
+    with pytest.warns(autopar.errors.AutoparWarning, match="compute alike") as caught:
+        plan = autopar.plan(_whitening, *arguments, method="data", **options)
+    assert "8 devices alike" in " ".join(str(caught[0].message).split())
+    (advice,) = [x for x in plan.hot_lines.advice if x.about == "alike"]
+    line = line_at(plan, advice.source)
+    assert line.function == "_whitening"
+    assert advice.bound_seconds == pytest.approx(7 / 8 * line.product_seconds, rel=0.01)
+    assert autopar.Plan.from_json(plan.to_json()) == plan
+    shared = autopar.plan(_whitening, *arguments, method="shard", **options)
+    assert not any(x.about == "alike" for x in shared.hot_lines.advice)
+    assert shared.estimates.step_seconds < plan.estimates.step_seconds - 0.8 * advice.bound_seconds
+
+
+def test_what_is_soon_computed_alike_is_not_told() -> None:
+    arguments = [jax.ShapeDtypeStruct((512, 512), "float32") for _ in range(2)]
+    plan = autopar.plan(_whitening, *arguments, cluster="1x8 h100", method="data", batch_argnums=1)
+    assert not any(x.about == "alike" for x in plan.hot_lines.advice)

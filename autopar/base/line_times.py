@@ -86,12 +86,32 @@ class WrittenAttention(Record):
 
 
 @dataclasses.dataclass(frozen=True)
+class AlikeWork(Record):
+    """Products or kernels of a line that several devices compute alike, as nothing was cut.
+
+    Args:
+      source: the line, `file.py:12`.
+      function: in which it is.
+      operation: what is computed.
+      devices: how many compute the same.
+      seconds: of a step, on each of them.
+    """
+
+    source: str
+    function: str
+    operation: str
+    devices: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class StepLines(Record):
     """Where the time of a step goes: the lines that take longest, and all others as one.
 
     Args:
       lines: the longest first; the last one may have no source.
       attention: by hand, the lines that take longest first.
+      alike: what several devices compute alike, the longest first; nothing short.
       checkpoint_seconds: of what is computed again, that which the program's own `jax.checkpoint`
         asks for.
       undone_seconds: of these, those that `remat="override"` saves if it may keep everything.
@@ -100,13 +120,15 @@ class StepLines(Record):
 
     lines: tuple[LineTime, ...]
     attention: tuple[WrittenAttention, ...] = ()
+    alike: tuple[AlikeWork, ...] = ()
     checkpoint_seconds: float = 0.0
     undone_seconds: float = 0.0
     undone_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """As of any record, without `attention` where there is none."""
+        """As of any record, without `attention` and `alike` where there is none."""
         plain = super().to_dict()
-        if not self.attention:
-            del plain["attention"]
+        for name in ("attention", "alike"):
+            if not plain[name]:
+                del plain[name]
         return plain

@@ -39,7 +39,7 @@ class Advice:
     """What would make a step shorter.
 
     Args:
-      about: "attention", "recomputation" or "communication".
+      about: "attention", "alike", "recomputation" or "communication".
       source: the line, `file.py:12`, or "".
       share: of the step, what this takes.
       bound_seconds: how much less a device would have to do in a step at most.
@@ -205,7 +205,12 @@ def _waiting(found: HotLines) -> list[str]:
 
 def _advice(plan: PlanRecord, known: StepLines, found: HotLines) -> Iterator[Advice]:
     """What is true of a plan, the longest kind first."""
-    made = (*_attention(known, found), *_again(plan, known, found), *_communication(plan, found))
+    made = (
+        *_attention(known, found),
+        *_alike(known, found),
+        *_again(plan, known, found),
+        *_communication(plan, found),
+    )
     yield from sorted(made, key=lambda x: -x.share)
 
 
@@ -223,6 +228,25 @@ def _attention(known: StepLines, found: HotLines) -> Iterator[Advice]:
             f"{share:.0%} of {_whole(found)} is the softmax of attention at {item.source} "
             f"({item.function}), which writes and reads all scores. {KERNELS[item.kernel]} writes "
             f"none: {shorter}.",
+        )
+
+
+def _alike(known: StepLines, found: HotLines) -> Iterator[Advice]:
+    """What several devices compute alike."""
+    for item in known.alike:
+        share = item.seconds / found.seconds if found.seconds else 0.0
+        if share < WORTH_SAYING:
+            continue
+        bound = item.seconds * (1 - 1 / item.devices)
+        yield Advice(
+            "alike",
+            item.source,
+            share,
+            bound,
+            f"{share:.0%} of {_whole(found)} is {item.operation} at {item.source} "
+            f"({item.function}), which {item.devices} devices compute alike: the method, and what "
+            "may be cut of it, leave them nothing to share. A larger batch, more heads, "
+            f"another method, or stages of fewer devices might; then {_shorter(bound, found)}.",
         )
 
 

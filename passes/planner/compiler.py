@@ -68,6 +68,7 @@ from autopar.passes.planner.refusals import out_of_memory, state_bytes
 from autopar.passes.planner.remedies import SECONDS, remedies
 from autopar.passes.planner.stage_shardings import HOPELESS_AS_EXPECTED, memory_limit_of
 from autopar.passes.planner.stages_within import seconds_of_best
+from autopar.passes.planner.step_lines import warn_of_alike
 from autopar.passes.planner.watch import PlanningTimeOutError, PlanningWatch
 from autopar.passes.sharding.constraint_axes import warn_of_lost
 from autopar.passes.sharding.host_leaves import check_offload
@@ -152,6 +153,7 @@ def compile_graph(
     warn_of_stages(chosen, search.graph, options, cluster)
     warn_of_lost(zip((x.graph.jaxpr for x in chosen.stages.graphs), meshes, strict=True))
     made = write_plan(chosen, candidates, program_hash, options, cluster, needed)
+    warn_of_alike(made.lines)
     if options.offload == "optimizer" and made.host is None:
         warn_at_call(
             "offload='optimizer' puts nothing into the hosts' memory: the state has no large array "

@@ -9,12 +9,28 @@ from dataclasses import dataclass, field
 from jax.extend.core import JaxprEqn
 
 from autopar.base.cluster import Cluster
-from autopar.base.line_times import LEAST_SHARE, MOST_LINES, LineTime, StepLines, together
+from autopar.base.line_times import (
+    LEAST_SHARE,
+    MOST_LINES,
+    AlikeWork,
+    LineTime,
+    StepLines,
+    together,
+)
+from autopar.base.units import format_seconds
+from autopar.base.user_code import warn
 from autopar.passes.planner.attention_lines import attention_lines
 from autopar.passes.planner.candidates import PlannedStep
 from autopar.passes.planner.timed_lines import MeshTimes, Timed, UserLine, place_of
 from autopar.passes.planner.undone_checkpoints import undone_shares
 from autopar.passes.sharding.spmd_program import Compute
+
+LONG_ALIKE, LONG_WARNED = 0.001, 0.01
+"""Seconds of a step; what takes less may be computed alike because that is quicker."""
+MUCH_WARNED = 0.25
+"""The share of what a device does."""
+MOST_WARNED = 3
+"""Lines that a warning names."""
 
 
 @dataclass
@@ -64,7 +80,45 @@ def step_lines(
     attention = attention_lines(chosen.split.graph, cluster, times, run.costs, computing)
     checkpointed = sum(own.by_pass["checkpoint"] for own in known.values())
     undone = _undone(chosen, times, computing) if checkpointed else (0.0, 0)
-    return StepLines(_longest(known), tuple(attention), checkpointed, *undone)
+    alike = _alike(chosen, times, computing)
+    return StepLines(_longest(known), tuple(attention), alike, checkpointed, *undone)
+
+
+def _alike(chosen: PlannedStep, times: Sequence[Timed], scale: float) -> tuple[AlikeWork, ...]:
+    """The products and kernels that axes of a mesh share nothing of, by line."""
+    seconds: dict[tuple[UserLine, str, int], float] = defaultdict(float)
+    for x in times:
+        devices = x.devices_alike(chosen.planned[x.stage].mesh) if x.is_product else 1
+        if devices > 1 and x.place.file:
+            seconds[x.place, x.operation, devices] += scale * (x.seconds - x.moving)
+    made = [
+        AlikeWork(place.source, place.function, operation, devices, taken)
+        for (place, operation, devices), taken in seconds.items()
+        if taken >= LONG_ALIKE
+    ]
+    return tuple(sorted(made, key=lambda x: (-x.seconds, x.source, x.operation)))
+
+
+def warn_of_alike(lines: StepLines | None) -> None:
+    """Say that devices compute alike what is much of a step."""
+    whole = sum(line.seconds for line in lines.lines) if lines else 0.0
+    found = [x for x in lines.alike if x.seconds >= LONG_WARNED] if lines else []
+    if sum(x.seconds for x in found) < MUCH_WARNED * whole or not found:
+        return
+    told = "; ".join(
+        f"{x.operation} at {x.source} ({x.function}), {format_seconds(x.seconds)}, "
+        f"{x.devices} devices alike"
+        for x in found[:MOST_WARNED]
+    )
+    more = f"; {len(found) - MOST_WARNED} more" if len(found) > MOST_WARNED else ""
+    warn(
+        f"Devices compute alike {sum(x.seconds for x in found) / whole:.0%} of what they do in a "
+        "step.",
+        None,
+        f"the method, and what may be cut, leave them nothing to share of {told}{more}.",
+        "a larger batch, more heads, another method, or stages of fewer devices may share it; "
+        "plan.hot_lines says what that would save at most.",
+    )
 
 
 def _scale(whole: float, own: float) -> float:

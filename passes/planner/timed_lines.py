@@ -9,6 +9,7 @@ line makes, as parameters, to the line that reads it.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -70,6 +71,14 @@ class Timed(NamedTuple):
         return isinstance(self.instruction, Compute) and (
             self.instruction.eqn.primitive.name in PRODUCTS | KERNELS
         )
+
+    def devices_alike(self, mesh: Sequence[int]) -> int:
+        """How many devices of a mesh compute the same: along axes that cut none of its values."""
+        assert isinstance(self.instruction, Compute)
+        layouts = [layout for values in self.instruction.layouts for layout in values]
+        cut = {axis for layout in layouts for axes in layout.dims for axis in axes}
+        cut.update(axis for layout in layouts for axis, _ in layout.partial)
+        return math.prod(size for axis, size in enumerate(mesh) if axis not in cut)
 
     @property
     def operation(self) -> str:

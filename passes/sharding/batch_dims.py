@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 from jax.extend import core as jex_core
@@ -16,29 +16,46 @@ from autopar.passes.graph.graph import Atom, Graph
 from autopar.passes.graph.primitives import CONTROL_FLOW, EXCHANGE
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.factor_rule import FactorRule, Rules
-from autopar.passes.sharding.strategies import outer_factor
 
 BatchDims = dict[Var, frozenset[int]]
 NONE: frozenset[int] = frozenset()
 Fact = TypeVar("Fact")
 
 
-def batch_dims(graph: Graph, rules: Rules) -> BatchDims:
-    """A variable's dimensions whose outermost loop is the batch; a variable without may be missing.
+class BatchRows(NamedTuple):
+    """Where rows of the batch are in a value: in this dimension, `size` of them.
 
-    Variables of inner bodies are included.
+    There are `outer` iterations around them, and all that is left of the dimension inside.
     """
-    found: BatchDims = {}
-    followed: dict[object, list[frozenset[int]] | None] = {}  # by rule: layers are alike
-    for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True):
-        found[var] = NONE if label.batch_axis is None else frozenset({label.batch_axis})
 
-    def transfer(eqn: JaxprEqn, operands: Sequence[frozenset[int]]) -> list[frozenset[int]] | None:
+    dim: int
+    outer: int
+    size: int
+
+
+Places = frozenset[BatchRows]
+NOWHERE: Places = frozenset()
+
+
+def batch_dims(graph: Graph, rules: Rules) -> BatchDims:
+    """A variable's dimensions in which rows of the batch are; a variable without may be missing.
+
+    Of a batch that is taken apart (`x.reshape(A, B // A, T)`) these are several, also where it is
+    not the outermost loop (`x.reshape(A * B, T)`). Variables of inner bodies are included.
+    """
+    found: dict[Var, Places] = {}
+    followed: dict[object, list[Places] | None] = {}  # by rule: layers are alike
+    for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True):
+        axes = () if label.batch_axis is None else (label.batch_axis,)
+        found[var] = _whole(var, axes)
+
+    def transfer(eqn: JaxprEqn, operands: Sequence[Places]) -> list[Places] | None:
         if eqn.primitive.name in CONTROL_FLOW:
             return None
         if eqn.primitive.name == EXCHANGE:
             # What is cut among devices are blocks of experts then; examples are their rows.
-            return [frozenset({int(eqn.params["to_blocks"])} if any(operands) else ())]
+            blocks = [int(eqn.params["to_blocks"])] if any(operands) else []
+            return [_whole(eqn.outvars[0], blocks)]
         if not any(operands):
             return None
         rule = rules[eqn]
@@ -46,46 +63,82 @@ def batch_dims(graph: Graph, rules: Rules) -> BatchDims:
         if key not in followed:
             followed[key] = _followed(rule, operands)
         results = followed[key]
-        if results and eqn.primitive.name == "gather" and not results[0]:
-            results = [_taken_rows(eqn, operands[0])]
+        if eqn.primitive.name in _TAKE_ROWS and not (results and results[0]):
+            results = [_whole(eqn.outvars[0], _taken_rows(eqn, {x.dim for x in operands[0]}))]
         return results
 
     _propagate(
         graph.jaxpr,
         found,
         transfer,
-        NONE,
-        lambda dims: frozenset(d - 1 for d in dims if d),
-        lambda dims: frozenset(d + 1 for d in dims),
+        NOWHERE,
+        lambda places: frozenset(x._replace(dim=x.dim - 1) for x in places if x.dim),
+        lambda places: frozenset(x._replace(dim=x.dim + 1) for x in places),
     )
-    return found
+    return {var: frozenset(x.dim for x in places) for var, places in found.items()}
 
 
-def _followed(rule: FactorRule, operands: Sequence[frozenset[int]]) -> list[frozenset[int]] | None:
-    """Where an equation's results have the outermost loops that operands have there."""
-    factors = {
-        outer_factor(rule, value, dim)
-        for dims, value in zip(operands, rule.operands, strict=True)
-        for dim in dims
-    } - {None}
-    if not factors:
+def _whole(var: Var, dims: Iterable[int]) -> Places:
+    """Nothing but rows of the batch in these dimensions."""
+    return frozenset(BatchRows(dim, 1, var.aval.shape[dim]) for dim in dims)
+
+
+def _followed(rule: FactorRule, operands: Sequence[Places]) -> list[Places] | None:
+    """Where an equation's results have the rows that its operands have."""
+    inside: dict[int, tuple[int, int]] = {}  # of a factor's iterations: those around rows, and rows
+    for places, value in zip(operands, rule.operands, strict=True):
+        for rows in sorted(places):
+            around = 1
+            for factor in value[rows.dim]:
+                end = around * rule.factors[factor].size
+                first, last = max(around, rows.outer), min(end, rows.outer * rows.size)
+                if first < last and not (first % around or last % first):
+                    inside.setdefault(factor, (first // around, last // first))
+                around = end
+    if not inside:
         return None
     return [
-        frozenset(d for d in range(len(value)) if outer_factor(rule, value, d) in factors)
+        frozenset(
+            rows for dim, factors in enumerate(value) for rows in _rows(dim, factors, rule, inside)
+        )
         for value in rule.results
     ]
 
 
-def _taken_rows(eqn: JaxprEqn, dims: frozenset[int]) -> frozenset[int]:
-    """Where the rows of a batch are that a gather takes by number, as many as there were.
+def _rows(
+    dim: int, factors: Sequence[int], rule: FactorRule, inside: Mapping[int, tuple[int, int]]
+) -> list[BatchRows]:
+    """The rows in one dimension; those of neighbouring loops are together."""
+    found: list[BatchRows] = []
+    around = 1
+    for factor in factors:
+        if factor in inside:
+            outer, size = inside[factor]
+            outer *= around
+            if found and found[-1].outer * found[-1].size == outer:
+                found[-1] = found[-1]._replace(size=found[-1].size * size)
+            else:
+                found.append(BatchRows(dim, outer, size))
+        around *= rule.factors[factor].size
+    return found
 
-    So a batch is shuffled, reversed, or drawn with repetitions.
+
+_TAKE_ROWS = frozenset({"dynamic_slice", "gather", "slice"})
+
+
+def _taken_rows(eqn: JaxprEqn, dims: Collection[int]) -> Collection[int]:
+    """Where the rows of a batch are that are taken out of it.
+
+    By number, as many as there were: so a batch is shuffled, reversed, or drawn with repetitions.
+    Or several neighbours.
     """
+    if eqn.primitive.name != "gather":
+        return [dim for dim in dims if eqn.outvars[0].aval.shape[dim] > 1]
     numbers, shape = eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
-    taken = dims.intersection(numbers.start_index_map)
+    taken = {*dims}.intersection(numbers.start_index_map)
     sizes = {eqn.invars[0].aval.shape[dim] for dim in taken}
     places = (d for d in range(len(shape)) if d not in numbers.offset_dims and shape[d] in sizes)
-    return frozenset(tuple(places)[:1])
+    return tuple(places)[:1]
 
 
 def _propagate(

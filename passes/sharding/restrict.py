@@ -169,9 +169,10 @@ class Restriction:
     def _batch_factors(self, eqn: JaxprEqn, shape: Shape) -> frozenset[int] | None:
         if self.method not in BATCH_METHODS:
             return None
+        values = (*shape.rule.operands, *shape.rule.results)
         factors = {
             factor
-            for atom, value in zip(eqn.invars, shape.rule.operands, strict=True)
+            for atom, value in zip((*eqn.invars, *eqn.outvars), values, strict=True)
             for dim in self.batch_dims(atom)
             if (factor := outer_factor(shape.rule, value, dim)) is not None
         }

@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 
+import autopar
 from autopar.passes import microbatch
 from autopar.passes.graph.graph import Graph, walk
 from autopar.passes.primitives.populate import populate
@@ -39,7 +41,7 @@ def test_forward_backward_and_update() -> None:
     assert dims_of(graph, "sub")[-2:] == [("sub", (8, 32), []), ("sub", (32, 8), [])]
 
 
-def test_the_batch_moves_merges_and_stays_outermost() -> None:
+def test_the_batch_moves_and_merges() -> None:
     def step(w: Any, x: Any) -> Any:
         moved = jnp.transpose(x, (1, 0, 2))  # [4, 16, 8]
         merged = x.reshape(64, 8)  # batch outermost
@@ -50,11 +52,74 @@ def test_the_batch_moves_merges_and_stays_outermost() -> None:
     assert dims_of(graph, "transpose", "reshape", "reduce_sum") == [
         ("transpose", (4, 16, 8), [1]),
         ("reshape", (64, 8), [0]),
-        ("reshape", (64, 8), []),
+        ("reshape", (64, 8), [0]),
         ("reduce_sum", (), []),
         ("reduce_sum", (), []),
         ("reduce_sum", (), []),
     ]
+
+
+def test_the_batch_is_taken_apart_and_put_together() -> None:
+    """What else a dimension holds is no batch when it stands alone again."""
+
+    def step(w: Any, x: Any) -> Any:
+        tokens = x.reshape(64, 8).reshape(16, 4, 8)
+        views = (jnp.transpose(x, (1, 0, 2)).reshape(64, 8) * 2).reshape(4, 16, 8)
+        parts = x.reshape(2, 8, 4, 8)
+        heads = (parts * 2).reshape(2, 8, 32).reshape(16, 32)
+        return w + tokens.sum() + views.sum() + heads.sum()
+
+    graph = graph_of(step, shaped(8, 8), shaped(16, 4, 8))
+    assert dims_of(graph, "reshape") == [
+        ("reshape", (64, 8), [0]),
+        ("reshape", (16, 4, 8), [0]),
+        ("reshape", (64, 8), [0]),
+        ("reshape", (4, 16, 8), [1]),
+        ("reshape", (2, 8, 4, 8), [0, 1]),
+        ("reshape", (2, 8, 32), [0, 1]),
+        ("reshape", (16, 32), [0]),
+    ]
+
+
+def mean_square(w: Any, x: Any) -> Any:
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def by_scan(w: Any, x: Any) -> Any:
+    """Gradients accumulated by hand, part by part."""
+    parts = x.reshape(4, -1, x.shape[-1])
+    zero = jnp.zeros_like(w)
+    total, _ = jax.lax.scan(lambda sums, x: (sums + jax.grad(mean_square)(w, x), None), zero, parts)
+    return w - total / 4
+
+
+def by_number(w: Any, x: Any) -> Any:
+    rows = x.shape[0] // 4
+
+    def body(i: Any, sums: Any) -> Any:
+        return sums + jax.grad(mean_square)(w, jax.lax.dynamic_slice_in_dim(x, rows * i, rows))
+
+    return w - jax.lax.fori_loop(0, 4, body, jnp.zeros_like(w)) / 4
+
+
+def by_views(w: Any, x: Any) -> Any:
+    views = jnp.stack([x, x + 1, x + 2])
+    return w - jax.grad(mean_square)(w, views.reshape(-1, x.shape[-1]))
+
+
+def by_halves(w: Any, x: Any) -> Any:
+    half = x.shape[0] // 2
+    return w - jax.grad(mean_square)(w, x[:half]) - jax.grad(mean_square)(w, x[half:])
+
+
+@pytest.mark.parametrize("step", [by_scan, by_number, by_views, by_halves])
+def test_data_parallelism_cuts_the_batch_wherever_it_is(step: Any) -> None:
+    """Each device computes an eighth of the products."""
+    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 64), (1024, 64)))
+    options: dict[str, Any] = {"cluster": "1x8 h100", "microbatches": 1, "batch_argnums": 1}
+    plan = autopar.plan(step, w, x, method="data", **options)
+    chosen = {x.node: x.choice for x in plan.stages[0].strategies if "dot_general" in x.node}
+    assert chosen and all("x" in choice for choice in chosen.values()), chosen
 
 
 def test_through_scans_and_branches() -> None:
