@@ -12,10 +12,10 @@ from jax.extend.core import JaxprEqn
 
 from autopar.base.cluster import Cluster
 from autopar.base.costs import alpha_beta, roofline_seconds
-from autopar.passes.graph.primitives import KERNELS, PRODUCTS
+from autopar.passes.graph.primitives import KERNELS, MATRIX_FUNCTIONS, PRODUCTS
 from autopar.passes.primitives.exchanges import EXPECTED_ROUNDS
 from autopar.passes.primitives.factor_rule import FactorRule
-from autopar.passes.primitives.flops import flops
+from autopar.passes.primitives.flops import SPECTRAL, SPECTRAL_SHARE, flops
 from autopar.passes.primitives.group_tiling import (
     GROUPED,
     Tiling,
@@ -78,7 +78,7 @@ class Pricing:
         self._compute: dict[Any, float] = {}
         rules = rules_of(cluster.device.name)
         self._grouped, self._fills_stacks = rules.grouped, rules.fills_stacks
-        self._adds_words = rules.backend == GPU
+        self._is_gpu = rules.backend == GPU
 
     def reshard(
         self,
@@ -148,7 +148,7 @@ class Pricing:
         written = traffic.bytes / (device.row_share if traffic.has_rows else 1.0)
         moved = written + traffic.inner_bytes / device.fused_speedup
         moved += traffic.stack_bytes if stacking and self._fills_stacks else 0
-        moved += traffic.added_bytes if self._adds_words else 0
+        moved += traffic.added_bytes if self._is_gpu else 0
         key = (id(rule), eqn.primitive, moved, row_parts)
         if key not in self._compute:
             self._compute[key] = self._compute_seconds(eqn, rule, moved, row_parts)
@@ -205,6 +205,9 @@ class Pricing:
         elif self._grouped.has_kernel and eqn.primitive.name in GROUPED and has_parts(eqn):
             # Rows are put in the order of their groups, and back.
             moved += 2 * (value_bytes(eqn.invars[0]) + value_bytes(eqn.outvars[0]))
+        if eqn.primitive.name in MATRIX_FUNCTIONS and self._is_gpu:
+            share = SPECTRAL_SHARE if eqn.primitive.name in SPECTRAL else 1.0
+            count, dtypes = count / share, {"float64"}
         return max(
             roofline_seconds(count, moved, dtype, self.cluster, is_matmul=is_matmul)
             for dtype in sorted(dtypes)
