@@ -40,7 +40,9 @@ def cudnn_rule(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule | None:
     loops = Loops()
     batch = loops.new(batch_size, "sum" if has_gradient and bias[0] == 1 else "pass")
     outer = loops.new(shared, "sum" if has_gradient and bias[1] == 1 else "pass")
-    inner = loops.new(num_heads // shared, "replicated")
+    # Where each device has one head of keys, or all have the same, several share its queries. What
+    # each adds to the gradients of keys and values is added up.
+    inner = loops.new(num_heads // shared, "sum" if is_backward else "pass")
     all_heads = (*outer, *inner)
 
     def array(shape: Sequence[int], by_head: DimFactors) -> list[DimFactors]:
@@ -71,7 +73,7 @@ def cudnn_rule(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule | None:
             results.append(bias_dims())
     else:
         results = [array(result, all_heads), rows()][: len(eqn.outvars)]
-    return loops.rule(operands, results)
+    return loops.rule(operands, results, inner)
 
 
 def cudnn_on_slices(call: LocalCall) -> list[Any]:

@@ -35,11 +35,16 @@ class Factor:
 
 @dataclass(frozen=True)
 class FactorRule:
-    """Factors of an equation and where they are in each dimension of operands and results."""
+    """Factors of an equation and where they are in each dimension of operands and results.
+
+    The loops of `inner` may be cut though they are inside of others in a dimension: where those are
+    cut into single iterations.
+    """
 
     factors: tuple[Factor, ...]
     operands: tuple[ValueFactors, ...]
     results: tuple[ValueFactors, ...]
+    inner: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         def value(dims: ValueFactors) -> str:

@@ -61,9 +61,10 @@ class Loops:
         self,
         operands: Sequence[Sequence[DimFactors]],
         results: Sequence[Sequence[DimFactors]],
+        inner: DimFactors = (),
     ) -> FactorRule:
-        frozen = (tuple(map(tuple, values)) for values in (operands, results))
-        return FactorRule(tuple(self.factors), *frozen)
+        values, made = (tuple(map(tuple, values)) for values in (operands, results))
+        return FactorRule(tuple(self.factors), values, made, inner)
 
 
 def replicated(eqn: JaxprEqn) -> FactorRule:
@@ -241,8 +242,8 @@ def _stack(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
     loops, axis = Loops(), eqn.params["axis"]
     dims = loops.value(shape_of(parts[0]))
     stacked = [*dims[:axis], loops.new(len(parts), "replicated"), *dims[axis:]]
-    values = [dims] * len(parts), [stacked]
-    return loops.rule(*values) if is_stack else loops.rule(*reversed(values))
+    apart, together = [dims] * len(parts), [stacked]
+    return loops.rule(apart, together) if is_stack else loops.rule(together, apart)
 
 
 @_own("tile")

@@ -195,7 +195,7 @@ def _keep_whole(rule: FactorRule, eqn: JaxprEqn) -> FactorRule:
         Factor(factor.size, "replicated") if i in whole else factor
         for i, factor in enumerate(rule.factors)
     )
-    return FactorRule(factors, rule.operands, rule.results)
+    return FactorRule(factors, rule.operands, rule.results, rule.inner)
 
 
 def _normal(rule: FactorRule) -> FactorRule:
@@ -209,9 +209,8 @@ def _normal(rule: FactorRule) -> FactorRule:
     def rename(values: tuple[ValueFactors, ...]) -> tuple[ValueFactors, ...]:
         return tuple(tuple(tuple(order[i] for i in dim) for dim in value) for value in values)
 
-    return FactorRule(
-        tuple(rule.factors[i] for i in order), rename(rule.operands), rename(rule.results)
-    )
+    factors, inner = (rule.factors[i] for i in order), (order[i] for i in rule.inner)
+    return FactorRule(tuple(factors), rename(rule.operands), rename(rule.results), tuple(inner))
 
 
 def _warn(eqn: JaxprEqn, is_kernel: bool) -> None:

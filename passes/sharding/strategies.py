@@ -42,22 +42,32 @@ Strategies = tuple[Strategy, ...]
 
 @dataclass(frozen=True)
 class Shape:
-    """What strategies depend on: the rule and in which operands the equation is linear."""
+    """What strategies depend on: the rule and in which operands the equation is linear.
+
+    Factors `inside` of others can be cut where each of those is cut into single iterations.
+    """
 
     rule: FactorRule
     linear: LinearSets
     cuttable: tuple[bool, ...]
+    inside: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 def shape_of(rule: FactorRule, linear: LinearSets) -> Shape:
-    """A factor can be cut by a mesh axis if it is the outermost one wherever it occurs."""
+    """A factor can be cut by a mesh axis if it is the outermost one wherever it occurs.
+
+    Or inside of others, if the rule says so.
+    """
     outermost = [factor.kind != "replicated" and factor.size > 1 for factor in rule.factors]
+    inside: dict[int, tuple[int, ...]] = {}
     for value in (*rule.operands, *rule.results):
         for dim in value:
             loops = [f for f in dim if rule.factors[f].size > 1]
-            for factor in loops[1:]:
+            for number, factor in enumerate(loops[1:], 1):
                 outermost[factor] = False
-    return Shape(rule, linear, tuple(outermost))
+                if factor in rule.inner:
+                    inside[factor] = tuple(loops[:number])
+    return Shape(rule, linear, tuple(outermost), tuple(inside.items()))
 
 
 def outer_factor(rule: FactorRule, value: ValueFactors, dim: int) -> int | None:
@@ -138,12 +148,25 @@ def _divides(rule: FactorRule, choice: Choice, mesh: Sequence[int]) -> bool:
     )
 
 
+def _is_nested(shape: Shape, choice: Choice, mesh: Sequence[int]) -> bool:
+    """Whether what is around a cut inner loop is cut into single iterations, by earlier axes."""
+    for factor, around in shape.inside:
+        before = choice[: choice.index(factor)] if factor in choice else ()
+        for outer in around if factor in choice else ():
+            parts = num_parts((axis for axis, picked in enumerate(before) if picked == outer), mesh)
+            if parts != shape.rule.factors[outer].size:
+                return False
+    return True
+
+
 def choices(shape: Shape, mesh: Sequence[int], *, linear: bool) -> list[Choice]:
     """Every valid choice, the replicated one first."""
     factors = [f for f, ok in enumerate(shape.cuttable) if ok]
+    factors += [factor for factor, _ in shape.inside]
     sets = [LINEAR - k for k in range(len(shape.linear))] if linear else []
     options = [[REPLICATE] if size == 1 else [REPLICATE, *factors, *sets] for size in mesh]
-    return [c for c in itertools.product(*options) if _divides(shape.rule, c, mesh)]
+    found = [c for c in itertools.product(*options) if _divides(shape.rule, c, mesh)]
+    return [c for c in found if _is_nested(shape, c, mesh)] if shape.inside else found
 
 
 def follow(shape: Shape, lead: int, layout: Layout, mesh: Sequence[int]) -> Choice:

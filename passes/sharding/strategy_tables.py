@@ -67,7 +67,11 @@ class StrategyTables:
     def canonical(self, shape: st.Shape) -> st.Shape:
         """The one object for all shapes whose strategies are the same, loop by loop."""
         rule = shape.rule
-        factors = tuple(replace(f, size=self.divided(f.size)) for f in rule.factors)
+        around = {outer for _, outers in shape.inside for outer in outers}  # cut whole or not
+        factors = tuple(
+            f if i in around else replace(f, size=self.divided(f.size))
+            for i, f in enumerate(rule.factors)
+        )
         found = replace(shape, rule=replace(rule, factors=factors))
         return self._shapes.setdefault(found, found)
 

@@ -22,8 +22,10 @@ from jax.interpreters import mlir
 
 import autopar
 from autopar.errors import AutoparWarning, TraceError, UnknownPrimitiveWarning
+from autopar.passes.primitives.factor_rule import Factor, FactorRule
 from autopar.passes.primitives.flops import flops
 from autopar.passes.primitives.populate import populate
+from autopar.passes.sharding import strategies
 
 from .equations import f32
 from .slices import check_slices, evaluate, trace
@@ -240,3 +242,52 @@ def test_a_step_with_cudnn_attention_gathers_nothing() -> None:
             np.testing.assert_allclose(one, other, rtol=2e-2, atol=1e-2)
         (stage,) = compiled.plan.stages
         assert {c.kind for c in stage.collectives} == {"all-reduce"}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(("kv_heads", "mesh"), [(2, (2, 4)), (4, (4, 2)), (1, (1, 8)), (1, (2, 4))])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_queries_that_share_a_head_of_keys_are_on_several_devices(
+    kv_heads: int, mesh: tuple[int, int], has_bias: bool
+) -> None:
+    """Where each has one head of keys; the gradients of keys and values are added up."""
+    heads, rows, width = 8, 256, 32
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            query, key, value, bias = weights
+            arrays = (jnp.einsum("btm,mnh->btnh", x, w) for w in (query, key, value))
+            q, k, v = (array.astype(jnp.bfloat16) for array in arrays)
+            more = {"bias": bias.astype(jnp.bfloat16)} if has_bias else {"is_causal": True}
+            out = jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **more)
+            return jnp.mean(out.astype(jnp.float32) ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 10 * g, weights, gradient), value
+
+    weights = [f32(8, n, width) for n in (heads, kv_heads, kv_heads)] + [f32(1, heads, rows, rows)]
+    x = f32(1, rows, 8)
+    expected = jax.jit(step)(weights, x)
+    options: dict[str, Any] = {"microbatches": 1, "logical_mesh": mesh, "stages": 1}
+    compiled = autopar.compile(
+        step, weights, x, donate_argnums=(), batch_argnums=1, method="shard", **options
+    )
+    nodes = compiled.plan.stages[0].strategies
+    choices = [node.choice for node in nodes if "attention" in node.node]
+    assert len(choices) == 2 and all(("xy" if mesh[0] > 1 else "y") in c for c in choices), choices
+    for one, other in zip(*map(jax.tree.leaves, (compiled(weights, x), expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-2, atol=1e-2)
+
+
+def test_heads_of_queries_are_cut_inside_of_heads_of_keys_alone() -> None:
+    """A device never has parts of several heads' queries."""
+    factors = Factor(4, "pass"), Factor(6, "pass")
+    shape = strategies.shape_of(FactorRule(factors, (((0, 1),), ((0,),)), (((0, 1),),), (1,)), ())
+
+    def found(*mesh: int) -> set[tuple[int, ...]]:
+        return set(strategies.choices(shape, mesh, linear=False))
+
+    assert found(2, 2) == {(-1, -1), (0, -1), (-1, 0), (0, 0)}
+    assert found(4, 2) == {(-1, -1), (0, -1), (-1, 0), (0, 1)}
+    assert found(2, 4) == {(-1, -1), (0, -1), (-1, 0)}
+    assert found(4, 3) == {(-1, -1), (0, -1), (0, 1)}
