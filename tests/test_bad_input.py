@@ -189,6 +189,8 @@ def test_batch_that_cannot_be_split_exactly() -> None:
         def loss(state: Any) -> Any:
             hidden = batch["x"] @ state["dense"]["kernel"]
             hidden = (hidden - hidden.mean(0)) / (hidden.std(0) + 1e-5)  # over the batch
+            hidden = jnp.tanh(hidden) @ state["dense"]["kernel"].T @ state["dense"]["kernel"]
+            hidden = (hidden - hidden.mean(0)) / (hidden.std(0) + 1e-5)  # and once more
             return jnp.mean((hidden - batch["y"]) ** 2)
 
         gradients = jax.grad(loss)(state)

@@ -266,7 +266,9 @@ def test_hints_do_not_lead_to_the_next_refusal() -> None:
     def standardized(w: Any, batch: Any) -> Any:
         def loss(w: Any) -> Any:
             hidden = batch["x"] @ w
-            return jnp.mean(((hidden - hidden.mean(0)) / (hidden.std(0) + 1e-5)) ** 4)
+            for _ in range(2):
+                hidden = jnp.tanh((hidden - hidden.mean(0)) / (hidden.std(0) + 1e-5)) @ w.T @ w
+            return jnp.mean(hidden**4)
 
         return w - 0.1 * jax.grad(loss)(w)
 

@@ -84,10 +84,11 @@ def test_a_scan_counts_its_trips_and_a_cond_its_dearest_branch() -> None:
     x = f32(8)
     assert total(lambda x: lax.scan(step, x, None, length=5)[0], x) == 5 * 8
     chosen = total(
-        lambda p, x: lax.cond(p, lambda x: jnp.tanh(jnp.tanh(x)), lambda x: x, x),
+        lambda p, x: lax.cond(p, lambda x: jnp.cumsum(jnp.tanh(x)), lambda x: x, x),
         np.bool_(True),
-        x,
+        f32(2048),
     )
-    assert chosen - total(lambda p: lax.convert_element_type(p, np.int32), np.bool_(True)) == 16
+    index = total(lambda p: lax.convert_element_type(p, np.int32), np.bool_(True))
+    assert chosen - index == 2 * 2048
     body = total(lambda x: lax.while_loop(lambda c: c[0] < 0, lambda c: jnp.tanh(c), x), x)
     assert body == 8 + 1

@@ -276,3 +276,20 @@ def test_stages_refuse_it_and_name_one_mesh() -> None:
     args = case(rows=64, dtype=np.float32)
     with pytest.raises(InexactMicrobatchError, match="stages=1"):
         autopar.compile(step_of(clip_loss), *args, stages=2, microbatches=4)
+
+
+def test_a_batch_that_is_normalised_once_is_divided() -> None:
+    """BatchNorm in its plainest form; the rest needs sums of the batch forwards and backwards."""
+
+    def loss_fn(params: Params, batch: Params) -> Any:
+        hidden = batch["image"] @ params["image"][0]
+        hidden = (hidden - hidden.mean(0)) / (hidden.std(0) + 1e-3)
+        return jnp.mean((hidden @ params["image"][1] - 1) ** 2)
+
+    args = case(rows=64, dtype=np.float32)
+    options: dict[str, Any] = {"microbatches": 4, "donate_argnums": (), "stages": 1}
+    step = autopar.compile(step_of(loss_fn), *args, **options)
+    for one, two in zip(
+        *map(jax.tree.leaves, (step(*args), jax.jit(step_of(loss_fn))(*args))), strict=True
+    ):
+        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
