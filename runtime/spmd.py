@@ -57,6 +57,7 @@ from autopar.passes.sharding.waiting import Tie
 from autopar.runtime.all_reduce import all_reduce
 from autopar.runtime.matrices import one_by_one
 from autopar.runtime.sent_numbers import as_sent, is_sent_otherwise
+from autopar.runtime.slice_starts import within_bounds
 from autopar.runtime.turned_arrays import TurnedArray
 
 Env = dict[ShardedValue, Any]
@@ -208,10 +209,8 @@ class _Device:
     def compute(self, env: Env, instruction: Compute) -> None:
         eqn = instruction.eqn
         if is_barrier(eqn) and not self.by_kernels.isdisjoint(reads(instruction)):
-            values = [
-                self.read(env, x) if is_literal(x) or x not in self.by_kernels else env[x]
-                for x in instruction.operands
-            ]
+            given = instruction.operands
+            values = [env[x] if x in self.by_kernels else self.read(env, x) for x in given]
             passed = lax.optimization_barrier(values)
             env.update(zip(instruction.results, passed, strict=True))
             return
@@ -256,17 +255,17 @@ class _Device:
                 return [product_by_parts(eqn, operands)]
         if self.rules.backend == CPU and eqn.primitive.name in MATRIX_FUNCTIONS:
             return one_by_one(eqn, operands, changes)
-        return bind_with(eqn, operands, changes)
+        return bind_with(eqn, within_bounds(eqn, operands, changes), changes)
 
     def once(self, eqn: Any, operands: Sequence[Any]) -> None:
         """An equation with an effect (jax.debug.print): the first device alone runs it."""
-        first = self.index(range(len(self.mesh))) == 0
 
         def run(*values: Any) -> None:
             whole = [(None,) * len(atom.aval.shape) for atom in (*eqn.invars, *eqn.outvars)]
             bind_local(eqn, values, whole[: len(values)], whole[len(values) :])
 
-        lax.cond(first, run, lambda *values: None, *operands)
+        is_first = self.index(range(len(self.mesh))) == 0
+        lax.cond(is_first, run, lambda *values: None, *operands)
 
     def loop(self, env: Env, instruction: Loop) -> None:
         params = instruction.eqn.params

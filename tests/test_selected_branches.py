@@ -1,5 +1,6 @@
 """A `cond` of little work is a choice between two results; another one stays."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -103,8 +104,24 @@ X = np.linspace(-1, 1, 4096, dtype=np.float32).reshape(64, 64)
         lambda x: x.at[0].set(1.0),  # in place, where it is chosen
         lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 0, lambda x: x + 1, x),
         lambda x: jax.pure_callback(lambda x: x, x, x),
+        lambda x: functools.reduce(lambda x, _: jnp.sin(x), range(40), x),
+        lambda x: jax.lax.scan(lambda x, _: (jnp.sin(x), None), x, None, length=40)[0],
+        lambda x: x + sum(jax.random.normal(jax.random.key(i), x.shape) for i in range(5)),
+        lambda x: x + jax.random.gamma(jax.random.key(0), 2.0, x.shape),
     ],
-    ids=["product", "sort", "large", "matrix function", "in place", "loop", "callback"],
+    ids=[
+        "product",
+        "sort",
+        "large",
+        "function",
+        "in_place",
+        "loop",
+        "callback",
+        "passes",
+        "trips",
+        "random",
+        "gamma",
+    ],
 )
 def test_work_is_done_where_it_is_chosen(branch: Callable[[Any], Any]) -> None:
     assert conditionals(lambda x, n: jax.lax.cond(n > 0, branch, lambda x: x, x), X, 1) == 1

@@ -25,6 +25,9 @@ from autopar.passes.graph.held_constants import closed_bodies
 
 _PASSES = frozenset({"bitcast_convert_type", "dot_general", "iota", "random_unwrap", "random_wrap"})
 _PASSES |= primitives.ELEMENTWISE | primitives.RESHAPES | primitives.REDUCTIONS
+MOST_PASSES = 16
+"""How many values both branches may compute for each before and after them; AdamW some 6."""
+DRAWN = 8  # what a random number counts
 _SMALL = 1024
 """Elements of what any equation without a body may work on."""
 
@@ -46,6 +49,9 @@ def are_selected(eqn: JaxprEqn, branches: Sequence[ClosedJaxpr], most_flops: int
     largest = max([_SMALL, *map(_elements, atoms)])
     if sum(map(product_flops, bodies)) > most_flops:
         return False
+    passed = max(_SMALL, sum(map(_elements, {id(atom): atom for atom in atoms}.values())))
+    if sum(map(_made, bodies)) > MOST_PASSES * passed:
+        return False
     return all(_is_light(each, largest) for body in bodies for each in body.eqns)
 
 
@@ -63,6 +69,18 @@ def product_flops(jaxpr: Jaxpr) -> int:
     return total
 
 
+def _made(jaxpr: Jaxpr) -> int:
+    """Elements that are computed, those of loops as often as they run; random ones are dearer."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            total += eqn.params["length"] * _made(eqn.params["jaxpr"].jaxpr)
+        else:
+            each = DRAWN if eqn.primitive.name in primitives.DRAWS else 1
+            total += each * sum(map(_elements, eqn.outvars))
+    return total
+
+
 def _is_light(eqn: JaxprEqn, largest: int) -> bool:
     """Whether an equation is a pass over no array that is larger than what is there anyway.
 
@@ -76,7 +94,7 @@ def _is_light(eqn: JaxprEqn, largest: int) -> bool:
     if name in primitives.HEAVY and name != "dot_general":
         return False
     elements = max(map(_elements, (*eqn.invars, *eqn.outvars)), default=0)
-    is_pass = name in _PASSES or name in primitives.DRAWS
+    is_pass = name in _PASSES or (name in primitives.DRAWS and name != "random_gamma")
     return elements <= (largest if is_pass else _SMALL)
 
 

@@ -250,8 +250,12 @@ class Restriction:
         return tuple(x for x in layouts if len(x.partial) == most)
 
     def batch_dims(self, atom: Atom) -> frozenset[int]:
-        """The dimensions of a value that hold the batch."""
-        return self.dims.get(atom, NONE) if isinstance(atom, Var) else NONE
+        """The dimensions of a value that hold the batch and that an axis of the mesh divides."""
+        dims = self.dims.get(atom, NONE) if isinstance(atom, Var) else NONE
+        if not dims:
+            return NONE
+        shape, sizes = aval_shape(atom), [size for size in self.matching.mesh if size > 1]
+        return frozenset(d for d in dims if any(shape[d] % size == 0 for size in sizes))
 
 
 def _may_be_partial(atom: Atom) -> bool:

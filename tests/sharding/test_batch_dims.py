@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
@@ -174,3 +175,42 @@ def test_parameters_are_what_meets_the_batch() -> None:
 
     state = (shaped(8, 8), shaped(8, 8), shaped(8))
     assert paths(graph_of(averaged, state, shaped(16, 8))) == ["state[0]", "state[2]"]
+
+
+@pytest.mark.parametrize("step", [by_scan, by_number, by_views, by_halves])
+@pytest.mark.parametrize("method", ["data", "zero2", "shard"])
+def test_results_are_those_of_plain_jit(step: Any, method: str) -> None:
+    rng = np.random.default_rng(0)
+    w, x = (rng.normal(size=shape).astype(np.float32) for shape in ((16, 16), (64, 16)))
+    run = autopar.parallelize(step, method=method, batch_argnums=1, donate_argnums=())
+    np.testing.assert_allclose(run(w, x), jax.jit(step)(w, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["data", "zero1", "zero3", "shard"])
+def test_slices_that_begin_outside_are_moved_inside(method: str) -> None:
+    """XLA forgets that where a device takes its part of a slice."""
+
+    def step(start: Any, w: Any, x: Any) -> Any:
+        return jax.lax.dynamic_slice_in_dim(x, start, 8) @ w
+
+    rng = np.random.default_rng(0)
+    w, x = (rng.normal(size=shape).astype(np.float32) for shape in ((16, 16), (32, 16)))
+    run = autopar.parallelize(step, method=method, batch_argnums=2, donate_argnums=())
+    for start, first in ((3, 3), (27, 24), (-2, 24), (-40, 0)):
+        found = run(np.int32(start), w, x)
+        np.testing.assert_allclose(found, x[first : first + 8] @ w, rtol=1e-4, atol=1e-5)
+
+
+def test_parts_that_devices_do_not_divide_are_as_whole_values() -> None:
+    """Of four rows on eight devices, each has its part of the weights' products."""
+
+    def step(w: Any, x: Any) -> Any:
+        parts = x.reshape(-1, 4, x.shape[-1])
+        add = lambda sums, x: (sums + jax.grad(mean_square)(w, x), None)  # noqa: E731
+        return w - jax.lax.scan(add, jnp.zeros_like(w), parts)[0]
+
+    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 4096), (384, 4096)))
+    options: dict[str, Any] = {"cluster": "1x8 h100", "microbatches": 1, "batch_argnums": 1}
+    plan = autopar.plan(step, w, x, method="zero3", **options)
+    chosen = {x.node: x.choice for x in plan.stages[0].strategies if "dot_general" in x.node}
+    assert chosen and all("x" in choice for choice in chosen.values()), chosen
