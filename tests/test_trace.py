@@ -281,6 +281,9 @@ def test_a_function_that_runs_later(step: Any, kind: str) -> None:
         trace(step, (X,))
     is_function = inspect.isroutine(step)
     assert not is_function or "test_trace.py" in str(caught.value.where)
+
+
+def test_what_holds_a_generator_runs_at_once() -> None:
     assert len(trace(_Holding(), (B, X)).graph.outputs) == 1
 
 

@@ -65,7 +65,7 @@ def shape_of(rule: FactorRule, linear: LinearSets) -> Shape:
             loops = [f for f in dim if rule.factors[f].size > 1]
             for number, factor in enumerate(loops[1:], 1):
                 outermost[factor] = False
-                if factor in rule.inner:
+                if factor in rule.inner and rule.factors[factor].kind != "replicated":
                     inside[factor] = tuple(loops[:number])
     return Shape(rule, linear, tuple(outermost), tuple(inside.items()))
 

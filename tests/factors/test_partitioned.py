@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -287,6 +288,8 @@ def test_heads_of_queries_are_cut_inside_of_heads_of_keys_alone() -> None:
     def found(*mesh: int) -> set[tuple[int, ...]]:
         return set(strategies.choices(shape, mesh, linear=False))
 
+    kept = replace(shape.rule, factors=(factors[0], Factor(6, "replicated")))
+    assert strategies.shape_of(kept, ()).inside == ()
     assert found(2, 2) == {(-1, -1), (0, -1), (-1, 0), (0, 0)}
     assert found(4, 2) == {(-1, -1), (0, -1), (-1, 0), (0, 1)}
     assert found(2, 4) == {(-1, -1), (0, -1), (-1, 0)}

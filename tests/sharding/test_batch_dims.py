@@ -206,7 +206,10 @@ def test_parts_that_devices_do_not_divide_are_as_whole_values() -> None:
 
     def step(w: Any, x: Any) -> Any:
         parts = x.reshape(-1, 4, x.shape[-1])
-        add = lambda sums, x: (sums + jax.grad(mean_square)(w, x), None)  # noqa: E731
+
+        def add(sums: Any, x: Any) -> Any:
+            return sums + jax.grad(mean_square)(w, x), None
+
         return w - jax.lax.scan(add, jnp.zeros_like(w), parts)[0]
 
     w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 4096), (384, 4096)))
