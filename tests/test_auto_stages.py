@@ -14,9 +14,12 @@ import pytest
 
 import autopar
 from autopar.base.errors import MemoryLimitError
-from autopar.passes.planner import layout_search, one_mesh, stage_pricing, unit_costs
+from autopar.base.options import Options
+from autopar.passes.planner import compiler, layout_search, one_mesh, stage_pricing, unit_costs
+from autopar.passes.planner.compiler import compile_graph
 from autopar.passes.planner.more_microbatches import worth_trying
 from autopar.passes.planner.unit_costs import UnitCosts
+from autopar.passes.trace.trace import trace
 
 pytestmark = pytest.mark.usefixtures("solved_once")
 
@@ -159,6 +162,25 @@ def test_what_fits_one_node_easily_by_its_method_needs_no_stages(
     with contextlib.suppress(MemoryLimitError):
         autopar.plan(train_step, state, *batch, cluster=one, method=method, memory_limit=limit)
     assert priced
+
+
+@pytest.mark.parametrize("room", [4, math.inf])
+def test_one_mesh_comes_before_stages_where_devices_hardly_wait(
+    room: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With much room; what is planned then bounds the stages, and the plan is the same."""
+    monkeypatch.setattr(layout_search, "LONG_PROGRAM", 1)
+    monkeypatch.setattr(compiler, "MUCH_ROOM", room)
+    state, told = init_apart(), list[str]()
+    batch = [jax.ShapeDtypeStruct((16384 * len(x), *x.shape[1:]), x.dtype) for x in BATCH]
+    traced = trace(train_step, (state, *batch))
+    two = autopar.Cluster.preset("dgx-h100", nodes=2)
+    fast = dataclasses.replace(two.inter_node, bandwidth=1e13, latency=0.0)
+    two = dataclasses.replace(two, intra_node=fast, inter_node=fast)
+    found = compile_graph(traced.graph, Options.from_kwargs(), two, None, told.append)
+    first = next(x for x in told if x.startswith(("choosing shardings", "slicing")))
+    assert first.startswith("choosing" if room == 4 else "slicing")
+    assert found.plan.num_microbatches == len(found.plan.stages) == 1
 
 
 def test_a_long_program_has_the_same_stages(monkeypatch: pytest.MonkeyPatch) -> None:

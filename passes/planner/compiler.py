@@ -75,6 +75,8 @@ from autopar.passes.sharding.host_leaves import check_offload
 from autopar.passes.sharding.pins import check_pins
 from autopar.plans.plan import Plan
 
+ROOM = 2  # times the memory that the whole batch needs at the least: it may fit at once
+MUCH_ROOM = 4  # the same: it fits at once, mostly
 TRIED_FIRST = 3  # numbers of microbatches of a short program, before its stages
 NEARLY_EVEN = 1.1  # times an even share of the state: what is cut so is cut as much as it can be
 
@@ -263,10 +265,10 @@ def _is_of_one_axis(search: LayoutSearch) -> bool:
     return search.cluster.num_nodes == 1 and search.options.method in BATCH_METHODS
 
 
-def _has_room(search: LayoutSearch) -> bool:
-    """Whether the whole batch at once may need less than half of the memory."""
+def _has_room(search: LayoutSearch, times: int) -> bool:
+    """Whether there is so many times the memory that the whole batch needs at the least."""
     limit = memory_limit_of(search.options, search.cluster)
-    return 2 * search.least_memory.bytes(1, search.cluster.num_devices) <= limit
+    return times * search.least_memory.bytes(1, search.cluster.num_devices) <= limit
 
 
 def _are_refuted(candidates: Sequence[PlannedStep], search: LayoutSearch) -> bool:
@@ -288,13 +290,14 @@ def one_mesh_first(
     """Plans for one mesh, where the layers of a long program say that it is quicker than stages.
 
     Where that turns out so, stages need not be planned. None if they do not say so, or none fits.
+    With much room it is planned before stages are priced, where devices hardly wait for each other.
     A program that is not long, on several nodes, is planned for one mesh with the first numbers of
     microbatches that may fit: that takes less than to price its layers. So is a long one on one
     node with the whole batch at once, by a method that says how it lies, if there is much room.
     """
     if layout.is_pipeline:
         return None
-    if search.is_long and _is_of_one_axis(search) and _has_room(search):
+    if search.is_long and _is_of_one_axis(search) and _has_room(search, ROOM):
         whole = search.candidates(layout, optional=True, at_most=1)
         if any(candidate.fits for candidate in whole[0]):
             return whole
@@ -306,6 +309,9 @@ def one_mesh_first(
             return fewest
         search.known.misfits.extend(fewest[0])
         return None
+    guess = _first_guess(search, layout) if _has_room(search, MUCH_ROOM) else None
+    if guess and (found := _expected_to_fit(search, layout, guess)):
+        return found
     promise = search.promise_of_stages()
     if math.isinf(promise):
         return None
@@ -313,8 +319,27 @@ def one_mesh_first(
     bound = hopeful.bound_on_one_mesh(layout)
     if bound is None or min(bound.expected.values(), default=math.inf) > promise:
         return None
+    return _expected_to_fit(hopeful, layout, bound)
+
+
+def _first_guess(search: LayoutSearch, layout: StageLayout) -> OneMeshBound | None:
+    """What one mesh is expected to take with the first number of microbatches that may fit.
+
+    None where it may not fit, or devices wait so much for each other that stages come first.
+    """
+    counts = list(microbatch_counts(search.graph, search.options, layout))
+    left = counts[len(search.too_few(counts)) :]
+    layers = search.layers_on_one_mesh(left[0]) if left else None
+    limit = memory_limit_of(search.options, search.cluster)
+    return layers.first_guess(left[0], limit) if layers else None
+
+
+def _expected_to_fit(
+    search: LayoutSearch, layout: StageLayout, bound: OneMeshBound
+) -> tuple[list[PlannedStep], str] | None:
+    """Plans for one mesh that is expected to fit; None if none does."""
     try:
-        found = hopeful.candidates(layout, at_least=bound.fewest, expected=bound.expected)
+        found = search.candidates(layout, at_least=bound.fewest, expected=bound.expected)
     except BatchArgumentError:
         return None
     return found if any(candidate.fits for candidate in found[0]) else None

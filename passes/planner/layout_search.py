@@ -319,7 +319,7 @@ class LayoutSearch:
             state = state_on_devices(self.graph, self.options, self.cluster)
             left = worth_pricing(left, self.best_seconds, stages, limit, state)
         even = largest_even(left, batch_sizes(self.graph), self.cluster.num_devices)
-        found = find_bound(left, self.best_seconds, self._layers_on_one_mesh, limit, even)
+        found = find_bound(left, self.best_seconds, self.layers_on_one_mesh, limit, even)
         if nothing_fits and (found is None or found.expected):
             return hoped_at_most(found, (even, counts[-1]), self.known.one_mesh, self._limit)
         return found
@@ -330,7 +330,7 @@ class LayoutSearch:
         away = self.options.offload != "none"  # less is left of what layers were priced with
         return counts if away else working_within(counts, self.known.one_mesh, self._limit)
 
-    def _layers_on_one_mesh(self, count: int) -> OneMeshCosts | None:
+    def layers_on_one_mesh(self, count: int) -> OneMeshCosts | None:
         """What the layers cost with so many microbatches; None where they are not cut so."""
         if count not in self.known.one_mesh:
             found = None

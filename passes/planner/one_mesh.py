@@ -21,6 +21,7 @@ MAY_MEET = 1.1  # times the limit that layers alone may need: where they meet, t
 HARDLY_MORE = 1.02  # times the least memory of all shapes: as good, for all that is known
 KEPT_AT_LEAST = 0.5  # of an even part of the activations that stages keep; one mesh may keep less
 NEEDED_AT_LEAST = 0.8  # of an even part of all that units need on smaller meshes
+HARDLY_SLOWER = 1.15  # times what devices take one by one: together they hardly wait for each other
 WORTH_GATHERING = 0.25  # of what is missing: gathered weights, to gather them for each pass
 NEAR = 2  # times the microbatches that were priced: what these tell needs no pricing of its own
 SURELY = 0.95  # times the limit, what is told so may need
@@ -53,6 +54,24 @@ class OneMeshCosts:
     def by_mesh(self, longest: float) -> dict[tuple[int, ...], float]:
         """The seconds of a step with any memory, by logical shape; of longer ones a guess."""
         return self.costs.seconds_by_mesh(self.num_devices, longest)
+
+    def first_guess(self, count: int, limit: int) -> OneMeshBound | None:
+        """What a step is expected to take, if the devices hardly wait for each other and it fits.
+
+        By the layers that compute most: on one device, and on all together. Where these take hardly
+        longer, stages have little to win; whether they do is cheaper to tell from a plan than the
+        other way round.
+        """
+        alone, together = (
+            min(count * total.seconds + total.once_seconds for total in totals)
+            for totals in map(self.costs.least_totals, (1, self.num_devices))
+        )
+        if not 0 < together * self.num_devices <= HARDLY_SLOWER * alone:
+            return None
+        free, fitting = self.by_mesh(0.0), self.fitting(count, limit)
+        if min(fitting.values(), default=math.inf) > ONE_BATCH_MARGIN * together:
+            return None
+        return OneMeshBound(count, self.within(free, fitting))
 
     @cached_property
     def by_way(self) -> list[tuple[tuple[int, ...], UnitCost]]:
