@@ -65,3 +65,70 @@ def test_a_step_takes_as_long_as_its_longest_branch() -> None:
     longer = plan_of(2, 4)
     assert longer.estimates.flops == pytest.approx(2 * few.estimates.flops, rel=0.01)
     assert longer.estimates.step_seconds > 1.5 * few.estimates.step_seconds
+
+
+SIDE = 1024
+SQUARE = 4 * SIDE**2
+
+
+def newton(x: jax.Array) -> jax.Array:
+    x = x / (jnp.linalg.norm(x) + 1e-6)
+    for _ in range(2):
+        y = x @ x
+        x = 1.5 * x - 0.5 * y @ x
+    return x
+
+
+def refresh(state: Any, g: Any) -> Any:
+    """What a branch makes of one leaf takes the place of another one, which the other returns."""
+    whole, root, count = state
+    whole = 0.9 * whole + g @ g.T
+    root = jax.lax.cond(count % 20 == 0, lambda x, _: newton(x), lambda _, r: r, whole, root)
+    return whole, root, count + 1
+
+
+def made_of_a_temporary(state: Any, g: Any) -> Any:
+    """What a branch is given is there to its end, though it is read at the beginning alone."""
+    whole, root, count = state
+    made = jax.lax.cond(count % 20 == 0, newton, jnp.zeros_like, g @ g.T)
+    return whole + made @ made, root, count + 1
+
+
+def given_back(state: Any, g: Any) -> Any:
+    """What a branch returns as it was given is copied."""
+    whole, root, count = state
+    made = jax.lax.cond(count % 20 != 0, newton, lambda x: x, g @ g.T)
+    return whole + made @ made, root, count + 1
+
+
+def without_branches(state: Any, g: Any) -> Any:
+    whole, root, count = state
+    whole = 0.9 * whole + g @ g.T
+    return whole, 0.5 * root + newton(whole), count + 1
+
+
+@pytest.mark.parametrize(
+    ("step", "beside"),
+    [(refresh, 3), (made_of_a_temporary, 4), (given_back, 4), (without_branches, 3)],
+)
+def test_results_of_a_branch_are_made_in_it(step: Any, beside: int) -> None:
+    """XLA for H100s (jaxlib 0.10.2) needs as many arrays beside the three that are given."""
+    array = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
+    state = array, array, jax.ShapeDtypeStruct((), jnp.int32)
+    plan = autopar.plan(step, state, array, cluster="1x1 h100")
+    assert plan.estimates.peak_bytes_per_device == pytest.approx((3 + beside) * SQUARE, rel=0.01)
+
+
+def test_what_is_copied_at_the_end_of_a_branch_is_counted() -> None:
+    """One branch does nothing else. XLA for H100s (jaxlib 0.10.2) swaps these with one less."""
+
+    def step(state: Any, g: Any) -> Any:
+        whole, root, count = state
+        pair = g @ g.T, g.T @ g
+        one, other = jax.lax.cond(count > 0, lambda x, y: (y, x), lambda x, y: (x @ y, y), *pair)
+        return whole + one @ other, root, count + 1
+
+    array = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
+    state = array, array, jax.ShapeDtypeStruct((), jnp.int32)
+    plan = autopar.plan(step, state, array, cluster="1x1 h100")
+    assert plan.estimates.peak_bytes_per_device == pytest.approx(7 * SQUARE, rel=0.01)

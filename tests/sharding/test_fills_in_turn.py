@@ -13,7 +13,7 @@ import pytest
 
 import autopar
 from autopar.passes.sharding import fills_in_turn as module
-from autopar.passes.sharding import fused_peak
+from autopar.passes.sharding import moments
 from autopar.passes.sharding.compiler_rules import CPU, GPU, RULES, TPU
 from autopar.passes.sharding.filling_numbers import filling_numbers
 from autopar.passes.sharding.fills_in_turn import fills_in_turn
@@ -109,7 +109,7 @@ def test_memory_does_not_grow_with_the_number_of_buffers(monkeypatch: pytest.Mon
         return plan.estimates.peak_bytes_per_device
 
     more = peak(6) - peak(3)
-    monkeypatch.setattr(fused_peak, "fills_in_turn", lambda *asked: {})
+    monkeypatch.setattr(moments, "fills_in_turn", lambda *asked: {})
     at_once = peak(6) - peak(3)
     buffer = 2 * (4096 + MORE) * 1024 * 4
     assert at_once - more >= 3 * buffer

@@ -13,10 +13,11 @@ from jax.extend.core import Literal
 
 from autopar.passes.sharding.compiler_rules import RULES, TPU, CompilerRules
 from autopar.passes.sharding.epilogues import InstructionValues
-from autopar.passes.sharding.fused_peak import SPARE_BYTES, _Moments
+from autopar.passes.sharding.fused_peak import SPARE_BYTES
 from autopar.passes.sharding.heap import in_order, live_bytes
 from autopar.passes.sharding.held_values import HeldValues, held_values
 from autopar.passes.sharding.layout import replicated
+from autopar.passes.sharding.moments import Moments
 from autopar.passes.sharding.peak_memory import MemoryPeak, peak
 from autopar.passes.sharding.spmd_program import Block, Compute, Loop, ShardedValue, SpmdProgram
 from autopar.passes.sharding.tiles import tiled_elements
@@ -205,7 +206,7 @@ def test_what_a_loop_reads_stays_while_it_runs() -> None:
         return jax.lax.scan(trip, 0.0, rows)[0]
 
     program = program_of(function, shaped(1024, 256), shaped(4, 1024))
-    moments = _Moments(program.block, program.mesh, program.rules, (), ())
+    moments = Moments(program.block, program.mesh, program.rules, (), ())
     moments.worst()
     # The table beside the exponentials' product and its sums.
     assert live_bytes(in_order(moments.buffers)) >= 3 * 1024 * 1024 * 4

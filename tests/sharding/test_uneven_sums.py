@@ -11,10 +11,10 @@ import pytest
 
 from autopar.passes.sharding.boundary_copies import boundary_copies
 from autopar.passes.sharding.compiler_rules import RULES, TPU
-from autopar.passes.sharding.fused_peak import _Moments
 from autopar.passes.sharding.held_values import HeldValues, held_values
 from autopar.passes.sharding.instruction_values import made_by
 from autopar.passes.sharding.late_sums import late_times
+from autopar.passes.sharding.moments import Moments
 from autopar.passes.sharding.run_order import is_gradient_sum, products_left
 from autopar.passes.sharding.spmd_program import (
     Compute,
@@ -183,7 +183,7 @@ def test_nothing_runs_before_what_it_reads(method: str) -> None:
     args = ((weights, weights), shaped(64, 256, dtype=jnp.bfloat16))
     graph = graph_of(step, *args, batch_argnums=(1,))
     made = sharded(compiled(graph, method=method, microbatches=1))
-    block = _Moments(made.block, made.mesh, RULES[TPU], ()).block
+    block = Moments(made.block, made.mesh, RULES[TPU], ()).block
     known = {*block.inputs, *(v for x in block.instructions for v in writes(x))}
     there = set(block.inputs)
     for instruction in block.instructions:
