@@ -21,6 +21,7 @@ from autopar.passes.planner.planned_stage import (
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.sharding.batch_dims import BatchDims
 from autopar.passes.sharding.build import build
+from autopar.passes.sharding.compiler_rules import rules_of
 from autopar.passes.sharding.folded_hosts import FoldedHosts
 from autopar.passes.sharding.host_leaves import host_leaves, hosts_fit
 from autopar.passes.sharding.integer_program import counted_rows, to_problem
@@ -64,9 +65,8 @@ def prepare(
     pins = resolve_pins(graph, options.pins, mesh, axis_names(mesh))
     kinds = loop_kinds(graph, rules) if options.method in LOOP_METHODS else None
     hosted = host_leaves(graph, options.offload, dims) if cluster.host_bandwidth else {}
-    allowed = restriction(
-        graph, options.method, dims, mesh, pins, options.reduce_dtype, kinds, hosted
-    )
+    more = options.reduce_dtype, kinds, hosted, rules_of(cluster.device.name).adds_slices
+    allowed = restriction(graph, options.method, dims, mesh, pins, *more)
     pricing = Pricing(cluster, mesh, allowed.reduce_scatter, split.traffic(cluster.device.name))
     buffers = split.buffers(cluster.device.name, math.prod(mesh))
     return build(split.step, rules, mesh, pricing, allowed, buffers), pricing, dims

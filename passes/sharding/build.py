@@ -18,7 +18,7 @@ from autopar.passes.primitives.group_tiling import GROUPED
 from autopar.passes.primitives.own_rules import elementwise
 from autopar.passes.sharding import strategies as st
 from autopar.passes.sharding.control_flow import ControlFlowBuilder
-from autopar.passes.sharding.layout import Layout, replicated, without_partial
+from autopar.passes.sharding.layout import Layout, cuts_product, replicated, without_partial
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import Restriction
 from autopar.passes.sharding.scope_memory import ScopeBuffers
@@ -206,10 +206,16 @@ class _Walk(ControlFlowBuilder):
         big = {
             i: v.node for i, v in assigned.items() if FREE_EXPANSION * math.prod(v.shape) > largest
         }
-        anchored = [i for i, node in big.items() if node in self.state_nodes]
+        anchored = {i: assigned[i] for i, node in big.items() if node in self.state_nodes}
         if anchored:
-            return anchored[0]
+            if not self.restriction.adds_slices:
+                return next(iter(anchored))
+            return max(anchored, key=lambda i: self._most_parts(anchored[i]))
         return next(iter(big)) if len(set(big.values())) == 1 else None
+
+    def _most_parts(self, value: Assigned) -> int:
+        """Into how many parts a value may be cut."""
+        return max(cuts_product(layout, self.mesh) for layout in value.layouts)
 
     def opener(
         self, scope: Scope, eqn: JaxprEqn, shape: st.Shape, values: list[ScopeValue]

@@ -46,11 +46,21 @@ def loops_in_turn(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
 
     XLA's pipeliner of collectives takes the first trip out of a backward loop, and what that
     computes again, it would compute before the gradient of the logits is needed no more.
+
+    Loops that need nothing of each other run one after the other too. XLA unrolls short ones and
+    combines the collectives of several: Muon's iterations for all leaves would go in step, with the
+    buffers of all (a GPT of 12 layers by `zero1` on eight H100s: 6.14 GiB, 5.61 in turn).
     """
     found: dict[int, Tie] = {}
     stacked: set[ShardedValue] = set()
+    used = {v for x in block.instructions for v in reads(x)}
     start = 0
+    last: ShardedValue | None = None  # the smallest result of the last loop that is read
+    since = set[ShardedValue]()  # what was made of its results
     for time, instruction in enumerate(block.instructions):
+        is_apart = since.isdisjoint(reads(instruction))
+        if not is_apart:
+            since.update(writes(instruction))
         if not isinstance(instruction, Loop):
             continue
         scan, between = ScanParts.of(instruction.eqn), block.instructions[start:time]
@@ -64,6 +74,12 @@ def loops_in_turn(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
         if operands and results:
             largest = max(operands, key=lambda v: local_bytes(v, mesh))
             found[time] = Tie(largest, results, ())
+        elif is_apart and last is not None and carried:
+            largest = max(carried, key=lambda v: local_bytes(v, mesh))
+            found[time] = Tie(largest, (last,), ())
+        sizes = {v: local_bytes(v, mesh) for v in instruction.results if v in used}
+        last = min(sizes, key=sizes.__getitem__, default=last)
+        since = set(instruction.results)
         stacked.update(instruction.results[scan.num_carry :])
     return found
 

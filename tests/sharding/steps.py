@@ -100,8 +100,8 @@ def graph_of(step: Callable[..., Any], *args: Any, **options: Any) -> Graph:
     return trace(step, args, **options).graph
 
 
-def compiled(graph: Graph, **options: Any) -> Compiled:
-    return compile_graph(graph, Options(**options), CLUSTER)
+def compiled(graph: Graph, cluster: Cluster = CLUSTER, **options: Any) -> Compiled:
+    return compile_graph(graph, Options(**options), cluster)
 
 
 def sharded(made: Compiled) -> SpmdProgram:

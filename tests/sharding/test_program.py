@@ -40,15 +40,16 @@ v11:float32[8,8][-|-] = add v1:float32[8,8][-|-] v10:float32[8,8][-|-]
 v12:float32[8,8][-|-] = sub v0:float32[8,8][-|-] v11:float32[8,8][-|-]
 out v12:float32[8,8][-|-] v11:float32[8,8][-|-]"""
 
-# Every device keeps a slice of the optimizer's state, and the update is gathered.
+# Every device keeps a slice of the optimizer's state, and makes one of the parameter.
 ZERO1 = f"""\
 in  v0:float32[8,8][-|-] v1:float32[8,8][x|-] v2:float32[16,8][x|-] v3:float32[16,8][x|-]
 {FORWARD}\
 v10:float32[8,8][-|-] +sum(x) = transpose v9:float32[8,8][-|-] +sum(x)
 v10:float32[8,8][x|-] = all-reduce(x), slice(x) v10:float32[8,8][-|-] +sum(x)  # gradient
 v11:float32[8,8][x|-] = add v1:float32[8,8][x|-] v10:float32[8,8][x|-]
-v11:float32[8,8][-|-] = all-gather(x) v11:float32[8,8][x|-]  # state
-v12:float32[8,8][-|-] = sub v0:float32[8,8][-|-] v11:float32[8,8][-|-]
+v0:float32[8,8][x|-] = slice(x) v0:float32[8,8][-|-]  # parameter
+v12:float32[8,8][x|-] = sub v0:float32[8,8][x|-] v11:float32[8,8][x|-]
+v12:float32[8,8][-|-] = all-gather(x) v12:float32[8,8][x|-]  # state
 out v12:float32[8,8][-|-] v11:float32[8,8][x|-]"""
 
 # The sum is made where its slice is needed.
@@ -58,8 +59,9 @@ in  v0:float32[8,8][-|-] v1:float32[8,8][x|-] v2:float32[16,8][x|-] v3:float32[1
 v9:float32[8,8][-|x] = reduce-scatter(x) v9:float32[8,8][-|-] +sum(x)  # gradient
 v10:float32[8,8][x|-] = transpose v9:float32[8,8][-|x]
 v11:float32[8,8][x|-] = add v1:float32[8,8][x|-] v10:float32[8,8][x|-]
-v11:float32[8,8][-|-] = all-gather(x) v11:float32[8,8][x|-]  # state
-v12:float32[8,8][-|-] = sub v0:float32[8,8][-|-] v11:float32[8,8][-|-]
+v0:float32[8,8][x|-] = slice(x) v0:float32[8,8][-|-]  # parameter
+v12:float32[8,8][x|-] = sub v0:float32[8,8][x|-] v11:float32[8,8][x|-]
+v12:float32[8,8][-|-] = all-gather(x) v12:float32[8,8][x|-]  # state
 out v12:float32[8,8][-|-] v11:float32[8,8][x|-]"""
 
 # Parameters are slices too: gathered before they are used, updated as slices.

@@ -43,8 +43,8 @@ def graph() -> Graph:
     ("method", "weights", "velocities"),
     [
         ("data", [WHOLE, WHOLE], [WHOLE, WHOLE]),
-        ("zero1", [WHOLE, WHOLE], [COLUMNS, ROWS]),
-        ("zero2", [WHOLE, WHOLE], [COLUMNS, ROWS]),
+        ("zero1", [WHOLE, WHOLE], [ROWS, ROWS]),
+        ("zero2", [WHOLE, WHOLE], [ROWS, ROWS]),
         ("zero3", [COLUMNS, ROWS], [COLUMNS, ROWS]),
     ],
 )
@@ -55,6 +55,30 @@ def test_textbook_methods_store_the_state_in_one_way(
     found = [allowed.input_layouts(i, (8,)) for i in range(6)]
     assert found == [(layout,) for layout in (*weights, *velocities, ROWS, ROWS)]
     assert allowed.reduce_scatter == (method != "zero1")
+
+
+def test_rows_of_matrices_are_cut_where_they_can_be() -> None:
+    """What is gathered along rows lies as it is stored; of stacks, the largest dimension is cut."""
+    state = shaped(16, 32), shaped(9, 32), shaped(2, 16, 32), shaped(64)
+    moments = jax.tree.map(lambda x: x, state)
+
+    def step(state: Any, x: Any) -> Any:
+        weights, moments = state
+
+        def loss(weights: Any) -> Any:
+            a, b, c, d = weights
+            return jnp.sum(x @ (a @ b.T)) + jnp.sum(x @ c[0]) + jnp.sum(d)
+
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, jax.grad(loss)(weights))
+        return (jax.tree.map(lambda w, m: w - m, weights, moments), moments), 0.0
+
+    graph = graph_of(step, (state, moments), shaped(16, 16))
+    allowed = Passes(graph, (8,), "zero1").restriction
+    found = [allowed.input_layouts(i, (8,)) for i in range(4, 8)]
+    cuts = ((0,), ()), ((), (0,)), ((), (), (0,)), ((0,),)
+    assert found == [(Layout(dims),) for dims in cuts]
+    other = dataclasses.replace(allowed, adds_slices=False)
+    assert other.input_layouts(4, (8,)) == (COLUMNS,)
 
 
 @pytest.mark.parametrize("mesh", [(2, 4), (4, 1), (1, 4), (2, 2, 2)])

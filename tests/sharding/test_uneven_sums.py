@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from autopar.base.cluster import Cluster
 from autopar.passes.sharding.boundary_copies import boundary_copies
 from autopar.passes.sharding.compiler_rules import RULES, TPU
 from autopar.passes.sharding.held_values import HeldValues, held_values
@@ -76,8 +76,8 @@ def zero2_program(columns: int, layers: int) -> SpmdProgram:
     weights = [(shaped(columns, 51200), shaped(51200, columns))] * layers
     batch = shaped(8, ROWS, columns, dtype=jnp.bfloat16)
     graph = graph_of(step, (weights, weights), batch, batch_argnums=(1,))
-    made = sharded(compiled(graph, method="zero2", microbatches=1))
-    return dataclasses.replace(made, rules=RULES[TPU])
+    tpus = Cluster.preset("tpu-v5e")
+    return sharded(compiled(graph, tpus, method="zero2", microbatches=1, memory_limit=1 << 40))
 
 
 def held_of(program: SpmdProgram) -> HeldValues[Any]:
@@ -156,8 +156,7 @@ def test_parameters_are_copied_into_the_order_in_which_updates_are_gathered(rows
 
     shapes = shaped(512, rows), shaped(8, ROWS, 512, dtype=jnp.bfloat16)
     graph = graph_of(step, (shapes[0], shapes[0]), shapes[1], batch_argnums=(1,))
-    made = sharded(compiled(graph, method="zero2", microbatches=1))
-    program = dataclasses.replace(made, rules=RULES[TPU])
+    program = sharded(compiled(graph, Cluster.preset("tpu-v5e"), method="zero2", microbatches=1))
     copies = boundary_copies(program.block, program.mesh, held_of(program))
     assert [x.bytes for x in copies] == ([4 * 512 * rows] if rows % 2048 else [])
 
