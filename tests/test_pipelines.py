@@ -251,6 +251,7 @@ def test_leaves_that_nothing_reads_go_through() -> None:
     assert_close(jax.device_get(state["params"]), run(jax.jit(train_step))[0]["params"])
 
 
+@pytest.mark.filterwarnings("ignore:One trip is counted:autopar.errors.AutoparWarning")
 def test_while_loops_in_the_update() -> None:
     """Gradients that are halved until they are small: each loop is on the stage of its leaf."""
 

@@ -32,6 +32,7 @@ from autopar.passes.sharding.spmd_program import (
     SpmdProgram,
     is_literal,
 )
+from autopar.passes.sharding.unknown_trips import trip_seconds
 
 
 class InstructionTime(NamedTuple):
@@ -54,6 +55,13 @@ class PieceCosts:
 
     def __init__(self, pricing: Pricing, rules: Rules):
         self.pricing, self.rules = pricing, rules
+        self._trips = dict[int, tuple[JaxprEqn, float]]()
+
+    def trip_seconds(self, eqn: JaxprEqn) -> float:
+        """What one trip of a loop of unknown length takes; found once."""
+        if id(eqn) not in self._trips:
+            self._trips[id(eqn)] = eqn, trip_seconds(eqn, self.rules, self.pricing)
+        return self._trips[id(eqn)][1]
 
     def seconds(self, block: Block) -> float:
         """Compute and collectives of one run of a block on every device, one after the other.
@@ -185,10 +193,11 @@ class PieceCosts:
                 total += alpha + beta * size
             return total
         if isinstance(instruction, Compute):
-            # An effect alone; a barrier; or a while loop: how often it runs is not known.
             eqn = instruction.eqn
-            if not eqn.outvars or is_barrier(eqn) or eqn.primitive.name in CONTROL_FLOW:
+            if not eqn.outvars or is_barrier(eqn):  # an effect alone
                 return 0.0
+            if eqn.primitive.name in CONTROL_FLOW:
+                return self.trip_seconds(eqn)
             row_parts = self._row_parts(instruction)
             undivided = self.pricing.compute(eqn, self.rules[eqn], row_parts)
             own = undivided / self._division(instruction)

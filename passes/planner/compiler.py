@@ -68,7 +68,7 @@ from autopar.passes.planner.refusals import out_of_memory, state_bytes
 from autopar.passes.planner.remedies import SECONDS, remedies
 from autopar.passes.planner.stage_shardings import HOPELESS_AS_EXPECTED, memory_limit_of
 from autopar.passes.planner.stages_within import seconds_of_best
-from autopar.passes.planner.step_lines import warn_of_alike
+from autopar.passes.planner.step_lines import warn_of_lines
 from autopar.passes.planner.watch import PlanningTimeOutError, PlanningWatch
 from autopar.passes.sharding.constraint_axes import warn_of_lost
 from autopar.passes.sharding.host_leaves import check_offload
@@ -155,7 +155,7 @@ def compile_graph(
     warn_of_stages(chosen, search.graph, options, cluster)
     warn_of_lost(zip((x.graph.jaxpr for x in chosen.stages.graphs), meshes, strict=True))
     made = write_plan(chosen, candidates, program_hash, options, cluster, needed)
-    warn_of_alike(made.lines)
+    warn_of_lines(made.lines)
     if options.offload == "optimizer" and made.host is None:
         warn_at_call(
             "offload='optimizer' puts nothing into the hosts' memory: the state has no large array "
@@ -328,16 +328,16 @@ def _first_guess(search: LayoutSearch, layout: StageLayout) -> OneMeshBound | No
     None where it may not fit, or devices wait so much for each other that stages come first.
     """
     counts = list(microbatch_counts(search.graph, search.options, layout))
-    left = counts[len(search.too_few(counts)) :]
-    layers = search.layers_on_one_mesh(left[0]) if left else None
+    first = next(iter(counts[len(search.too_few(counts)) :]), 0)
+    layers = search.layers_on_one_mesh(first) if first else None
     limit = memory_limit_of(search.options, search.cluster)
-    return layers.first_guess(left[0], limit) if layers else None
+    return layers.first_guess(first, limit) if layers else None
 
 
 def _expected_to_fit(
     search: LayoutSearch, layout: StageLayout, bound: OneMeshBound
 ) -> tuple[list[PlannedStep], str] | None:
-    """Plans for one mesh that is expected to fit; None if none does."""
+    """Plans for one mesh; None if none fits."""
     try:
         found = search.candidates(layout, at_least=bound.fewest, expected=bound.expected)
     except BatchArgumentError:

@@ -99,6 +99,12 @@ def _alike(chosen: PlannedStep, times: Sequence[Timed], scale: float) -> tuple[A
     return tuple(sorted(made, key=lambda x: (-x.seconds, x.source, x.operation)))
 
 
+def warn_of_lines(lines: StepLines | None) -> None:
+    """Say what is wrong with much of a step, if something is."""
+    warn_of_alike(lines)
+    warn_of_trips(lines)
+
+
 def warn_of_alike(lines: StepLines | None) -> None:
     """Say that devices compute alike what is much of a step."""
     whole = sum(line.seconds for line in lines.lines) if lines else 0.0
@@ -118,6 +124,20 @@ def warn_of_alike(lines: StepLines | None) -> None:
         f"the method, and what may be cut, leave them nothing to share of {told}{more}.",
         "a larger batch, more heads, another method, or stages of fewer devices may share it; "
         "plan.hot_lines says what that would save at most.",
+    )
+
+
+def warn_of_trips(lines: StepLines | None) -> None:
+    """Say of which loops one trip is counted, because nobody knows how many there will be."""
+    found = [line for line in lines.lines if "while" in line.operations] if lines else []
+    if not found:
+        return
+    told = ", ".join(f"{x.source} ({x.function}), {format_seconds(x.seconds)}" for x in found)
+    warn(
+        f"One trip is counted of each jax.lax.while_loop: {told}.",
+        None,
+        "nothing says how often it will run, and every device runs it whole.",
+        "jax.lax.fori_loop and jax.lax.scan, whose trips are known, are counted and divided.",
     )
 
 

@@ -74,6 +74,7 @@ def batch_dims(graph: Graph, rules: Rules) -> BatchDims:
         NOWHERE,
         lambda places: frozenset(x._replace(dim=x.dim - 1) for x in places if x.dim),
         lambda places: frozenset(x._replace(dim=x.dim + 1) for x in places),
+        through_while=True,
     )
     return {var: frozenset(x.dim for x in places) for var, places in found.items()}
 
@@ -149,6 +150,7 @@ def _propagate(
     slice_of: Callable[[Fact], Fact] = lambda fact: fact,
     stack_of: Callable[[Fact], Fact] = lambda fact: fact,
     join: Callable[[Fact, Fact], Fact] = operator.or_,
+    through_while: bool = False,
 ) -> None:
     """Carry facts about variables through a program's equations, and into bodies.
 
@@ -161,6 +163,7 @@ def _propagate(
       slice_of: what is known of a stack's slices.
       stack_of: what is known of a stack of such slices.
       join: what is known of a value that is one of two.
+      through_while: whether loops of unknown length are looked into, or are as other equations.
     """
 
     def read(atom: Atom) -> Fact:
@@ -168,7 +171,7 @@ def _propagate(
 
     def evaluate(body: Jaxpr, operands: Sequence[Fact]) -> list[Fact]:
         known.update(zip(body.invars, operands, strict=True))
-        _propagate(body, known, transfer, nothing, slice_of, stack_of, join)
+        _propagate(body, known, transfer, nothing, slice_of, stack_of, join, through_while)
         return [read(atom) for atom in body.outvars]
 
     for eqn in jaxpr.eqns:
@@ -186,6 +189,16 @@ def _propagate(
                     break
                 carries = joined
             results = [*carried, *map(stack_of, rows)]
+        elif eqn.primitive.name == "while" and through_while:
+            first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+            own, carries = operands[eqn.params["cond_nconsts"] : first], operands[first:]
+            while True:
+                found = evaluate(eqn.params["body_jaxpr"].jaxpr, [*own, *carries])
+                joined = list(map(join, carries, found))
+                if joined == carries:
+                    break
+                carries = joined
+            results = carries
         elif eqn.primitive.name == "cond":
             results = [nothing] * len(eqn.outvars)
             for branch in eqn.params["branches"]:

@@ -33,6 +33,7 @@ from autopar.passes.sharding.scopes import (
 )
 from autopar.passes.sharding.strategy_graph import StrategyGraph
 from autopar.passes.sharding.sums import starts_of_sums
+from autopar.passes.sharding.unknown_trips import trip_seconds
 
 SMALL_ELEMENTS = 64  # values computed from scalars alone stay replicated up to this size
 # A result this many times larger than what it is made from is recomputed, not moved.
@@ -285,6 +286,9 @@ class _Walk(ControlFlowBuilder):
         """An equation that every device computes whole: its operands are gathered."""
         label = f"{eqn.primitive.name} {eqn.source_info.name_stack}".strip()
         node = self.boundary(label, user_source(eqn), [Layout(())], scope.times)
+        if eqn.primitive.name in CONTROL_FLOW:
+            own = trip_seconds(eqn, self.rules, self.pricing)
+            self.built.nodes[node].seconds[0] += scope.times * own
         for value, atom in zip(values, eqn.invars, strict=True):
             self.link(value, [replicated(len(aval_shape(atom)))], node, scope.times)
         results: list[ScopeValue] = [

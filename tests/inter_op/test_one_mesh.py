@@ -14,7 +14,7 @@ import pytest
 
 import autopar
 from autopar.base.options import Options
-from autopar.passes.planner import meshes_in_turn, one_mesh, stage_shardings
+from autopar.passes.planner import meshes_in_turn, stage_shardings
 from autopar.passes.planner.auto_stages import StageSearch
 from autopar.passes.planner.layout_search import LayoutSearch
 from autopar.passes.planner.meshes_in_turn import plan_meshes
@@ -53,11 +53,6 @@ class Priced:
         assert size == math.prod(MESH)
         return [(MESH, self.total), (MESH, self.total._replace(seconds=100.0))]
 
-    def least_totals(self, size: int) -> list[UnitCost]:
-        """On one device, and on all, which together take a tenth longer than one by one."""
-        seconds = 64.0 if size == 1 else 8.4
-        return [self.total._replace(seconds=x) for x in (100.0, seconds)]
-
 
 class Layers:
     """All layers on one mesh with some number of microbatches; the numbers that were priced."""
@@ -68,25 +63,6 @@ class Layers:
     def __call__(self, count: int) -> OneMeshCosts:
         self.priced.append(count)
         return OneMeshCosts(cast(UnitCosts, Priced(count)), math.prod(MESH))
-
-
-@pytest.mark.parametrize(
-    ("limit", "slower", "is_guessed"),
-    [
-        (92, 1.15, True),
-        (91, 1.15, False),  # it does not fit
-        (92, 1.05, False),  # devices wait for each other
-    ],
-)
-def test_one_mesh_is_guessed_where_devices_hardly_wait(
-    limit: int, slower: float, is_guessed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(one_mesh, "HARDLY_SLOWER", slower)
-    found = Layers()(1).first_guess(1, limit)
-    assert (found is not None) == is_guessed
-    if found is not None:
-        assert found.fewest == 1
-        assert found.expected[MESH] == pytest.approx(8.5)
 
 
 @pytest.mark.parametrize(

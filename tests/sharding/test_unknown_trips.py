@@ -1,0 +1,94 @@
+"""Loops that run as long as something is true: one trip counts; what follows them is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.base.errors import AutoparWarning
+from autopar.passes.primitives.populate import populate
+from autopar.passes.sharding.batch_dims import batch_dims
+from sharding.steps import graph_of, shaped
+
+ROWS, WIDTH = 65536, 2048
+Repeat = Callable[[Callable[[Any], Any], Any], Any]
+
+
+def until_small(body: Callable[[Any], Any], x: Any) -> Any:
+    def goes_on(carry: Any) -> Any:
+        x, count = carry
+        return (count < 20) & (jnp.max(jnp.abs(x)) > 1e-3)
+
+    return jax.lax.while_loop(goes_on, lambda carry: (body(carry[0]), carry[1] + 1), (x, 0))[0]
+
+
+def once(body: Callable[[Any], Any], x: Any) -> Any:
+    return jax.lax.scan(lambda x, _: (body(x), None), x, None, length=1)[0]
+
+
+def step_of(repeat: Repeat) -> Any:
+    """A loss of what a loop makes of the batch."""
+
+    def step(weights: Any, x: Any) -> Any:
+        made = repeat(lambda x: jnp.tanh(x @ weights["fixed"]), x)
+        made = jax.lax.stop_gradient(made)
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean((made @ w) ** 2))(weights["head"])
+        return {**weights, "head": weights["head"] - 0.1 * gradient}, loss
+
+    return step
+
+
+def plan_of(repeat: Repeat, **options: Any) -> autopar.Plan:
+    square = shaped(WIDTH, WIDTH, dtype=jnp.bfloat16)
+    x = shaped(ROWS, WIDTH, dtype=jnp.bfloat16)
+    weights = {"fixed": square, "head": square}
+    return autopar.plan(step_of(repeat), weights, x, microbatches=1, **options)
+
+
+def test_one_trip_is_counted_and_the_user_is_told() -> None:
+    with pytest.warns(AutoparWarning, match=r"One trip is counted .*test_unknown_trips\.py:\d+"):
+        found = plan_of(until_small, cluster="1x1 h100")
+    expected = plan_of(once, cluster="1x1 h100").estimates.step_seconds
+    # Its condition reads what a trip makes.
+    assert expected < found.estimates.step_seconds < 1.4 * expected
+    assert any("while" in line.operations for line in found.hot_lines.lines)
+
+
+@pytest.mark.filterwarnings("ignore:One trip is counted:autopar.errors.AutoparWarning")
+def test_what_follows_it_is_divided_by_data_parallelism() -> None:
+    graph = graph_of(
+        step_of(until_small),
+        {"fixed": shaped(8, 8), "head": shaped(8, 8)},
+        shaped(64, 8),
+        batch_argnums=(1,),
+    )
+    dims = batch_dims(graph, populate(graph.jaxpr))
+    (loop,) = (eqn for eqn in graph.jaxpr.eqns if eqn.primitive.name == "while")
+    assert [dims.get(var) or frozenset() for var in loop.outvars] == [frozenset({0}), frozenset()]
+    one, eight = (plan_of(until_small, cluster=f"1x{n} h100", method="data") for n in (1, 8))
+    trip = max(x.seconds for x in eight.hot_lines.lines if "while" in x.operations)
+    rest = one.estimates.step_seconds - trip
+    assert eight.estimates.compute_seconds - trip < 0.3 * rest
+
+
+@pytest.mark.filterwarnings("ignore:One trip is counted:autopar.errors.AutoparWarning")
+@pytest.mark.parametrize("method", ["auto", "data", "zero3"])
+def test_numbers_are_those_of_one_device(method: str) -> None:
+    random = np.random.default_rng(0)
+    weights = {name: random.normal(size=(32, 32)) / 6 for name in ("fixed", "head")}
+    weights = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), weights)
+    x = jnp.asarray(random.normal(size=(64, 32)), jnp.float32)
+    step = step_of(until_small)
+    run = autopar.parallelize(step, method=method, donate_argnums=())
+    for one, other in zip(
+        jax.tree.leaves(run.gather(run(weights, x))),
+        jax.tree.leaves(jax.jit(step)(weights, x)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
