@@ -35,7 +35,8 @@ class Decision(NamedTuple):
     `whole`: all operands are whole. `cut`: on slices. `linear`: on partial sums. `each`: every
     operand for itself (a barrier). `early`: on the whole batch before the loop. `late`: on the
     whole batch after it. `inner`: control flow whose bodies run on slices. `mapped`: a scan over
-    the batch. The forms are those in the loop. `reason` says why an equation is early or late.
+    the batch. The forms are those in the loop. `reason` says why an equation is early or late,
+    `failed` how its bodies were evaluated, if that is why.
     """
 
     mode: Mode
@@ -43,6 +44,7 @@ class Decision(NamedTuple):
     result_forms: tuple[Form, ...] = ()
     reason: str = ""
     inner: Any = None
+    failed: Any = None
 
 
 Outcome = tuple[Decision, list[BatchState]]  # of an equation, with its results' states

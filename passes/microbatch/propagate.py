@@ -25,11 +25,16 @@ from autopar.passes.microbatch.equations import Context, Decision, Outcome, Stat
 
 @dataclass(frozen=True)
 class Forward:
-    """The states of a jaxpr's values, and a decision for each of its equations."""
+    """The states of a jaxpr's values, and a decision for each of its equations.
+
+    Of a loop's body whose carry waits for the whole batch, the `cause` is the first pass through
+    it after which that was so.
+    """
 
     jaxpr: Jaxpr
     states: dict[Var, BatchState]
     decisions: tuple[Decision, ...]
+    cause: Forward | None = None
 
     def state(self, atom: Atom) -> BatchState:
         if isinstance(atom, Literal):
@@ -107,7 +112,8 @@ def _transfer(eqn: JaxprEqn, states: States, context: Context) -> Outcome:
     params = any(state.params for state in states)
     results = [_with_origin(state, params, context) for state in results]
     if all(state.kind == "late" for state in results):
-        return unsplit(eqn, states, context, _failure(decision))
+        whole, results = unsplit(eqn, states, context, _failure(decision))
+        return whole._replace(failed=decision.inner), results
     if any(state.kind == "late" for state in results) and all(state.early for state in states):
         for k, var in enumerate(eqn.outvars):
             if results[k].kind == "late":
@@ -177,12 +183,15 @@ def _shifted(state: BatchState, by: int) -> BatchState:
 
 def _fixpoint(carry: States, run: Callable[[States], Forward]) -> tuple[list[BatchState], Forward]:
     """Carry states that one more iteration does not change, and the body's analysis with them."""
-    carry = list(carry)
+    carry, cause = list(carry), None
     while True:  # `join` only climbs a lattice of height four.
         found = run(carry)
         joined = list(map(lattice.join, carry, found.results))  # but not a scan's stacks
         if joined == carry:
-            return carry, found
+            return carry, replace(found, cause=cause)
+        is_first = cause is None and all(state.kind != "late" for state in carry)
+        if is_first and any(state.kind == "late" for state in joined):
+            cause = found
         carry = joined
 
 

@@ -211,8 +211,9 @@ def _first_inside(decision: Decision) -> str:
 
     Not what reads something that already waits, such as a carry.
     """
-    bodies = decision.inner.forwards if isinstance(decision.inner, Bodies) else ()
-    for body in bodies:
+    tried = decision.failed or decision.inner
+    for last in tried.forwards if isinstance(tried, Bodies) else ():
+        body = last.cause or last
         for index, (eqn, found) in enumerate(zip(body.jaxpr.eqns, body.decisions, strict=True)):
             waits = any(body.state(var).kind == "late" for var in variables(eqn.invars))
             if found.mode == "late" and not waits:

@@ -37,7 +37,7 @@ from autopar.passes.planner.layouts import (
     microbatch_counts,
 )
 from autopar.passes.planner.least_memory import LeastMemory, state_on_devices, too_few
-from autopar.passes.planner.more_microbatches import too_small
+from autopar.passes.planner.more_microbatches import not_possible, too_small
 from autopar.passes.planner.one_mesh import (
     MAY_MEET,
     OneMeshBound,
@@ -263,7 +263,7 @@ class LayoutSearch:
                     return self.candidates(layout, bounded=bounded, at_least=fewer[-1])
                 if last is not None and not layout.is_pipeline:  # all that may fit with so many
                     made += planned(last, so_far)
-                return made, f"{count} microbatches are not possible: {error.what}"
+                return made, not_possible(count, error)
             if split.later_loops and len(passed) > 1:
                 # The bound is that of one loop over the microbatches.
                 return self.candidates(layout, optional=optional, bounded=False)

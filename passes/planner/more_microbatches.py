@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from autopar.base.cluster import Cluster
+from autopar.base.errors import AutoparError, InexactMicrobatchError
 from autopar.base.options import Options
 from autopar.passes.planner.auto_stages import StageSearch
 from autopar.passes.planner.candidates import PlannedStep
@@ -66,6 +67,14 @@ def worth_trying(
         return []
     good = [count for count, each in sorted(seconds.items()) if each <= ENOUGH * best]
     return [*good, *(count for count in counts if count not in good)] if good else []
+
+
+def not_possible(count: int, error: AutoparError) -> str:
+    """Why there are no more microbatches; of a step that mixes rows, at which line."""
+    if not isinstance(error, InexactMicrobatchError):
+        return f"{count} microbatches are not possible: {error.what}"
+    what, at = error.what.removesuffix("."), f" at {error.where}" if error.where else ""
+    return f"{count} microbatches are not possible: {what}{at}; microbatches={count} says why."
 
 
 def doubled(sizes: set[int], enough: int) -> Iterator[int]:
