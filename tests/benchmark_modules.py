@@ -23,6 +23,7 @@ try:
     import placed_worker
     import plain_model
     import planner_cases
+    import written_steps
     from contest import evaluate, is_allowed, peak_usage
     from models import deepseek, moe, other_kinds, registry
 finally:
@@ -49,4 +50,5 @@ __all__ = [
     "plain_model",
     "planner_cases",
     "registry",
+    "written_steps",
 ]
