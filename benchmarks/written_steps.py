@@ -18,7 +18,7 @@ import json
 import re
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -144,7 +144,7 @@ def step_of(case: Case, layers: int) -> tuple[Any, Any, Any]:
 
         cast = {name: value.astype(x.dtype) for name, value in w.items()}
         q, k, v = jnp.split(norm(x) @ cast["qkv"], [WIDTH, WIDTH + keys], -1)
-        by = "cudnn" if case.key_heads < HEADS else None
+        by: Literal["cudnn"] | None = "cudnn" if case.key_heads < HEADS else None
         y = jax.nn.dot_product_attention(
             heads(q), heads(k), heads(v), is_causal=True, implementation=by
         )
