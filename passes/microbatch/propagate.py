@@ -8,11 +8,12 @@ What fails there makes the results that depend on it late.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes.graph.graph import Atom, Graph, inner_jaxprs, variables
 from autopar.passes.graph.primitives import ADDS
@@ -111,7 +112,10 @@ def _transfer(eqn: JaxprEqn, states: States, context: Context) -> Outcome:
     decision, results = found
     params = any(state.params for state in states)
     results = [_with_origin(state, params, context) for state in results]
-    if all(state.kind == "late" for state in results):
+    late = [state.kind == "late" for state in results]
+    wanted = (not isinstance(var, DropVar) for var in eqn.outvars)
+    # Of a body, what is evaluated after the loop cannot be apart from the rest.
+    if all(late) or (context.inside and any(itertools.compress(late, wanted))):
         whole, results = unsplit(eqn, states, context, _failure(decision))
         return whole._replace(failed=decision.inner), results
     if any(state.kind == "late" for state in results) and all(state.early for state in states):

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from microbatch.helpers import analyzed, check_split
 
+import autopar
 from autopar.base.errors import InexactMicrobatchError
 from autopar.passes.microbatch import split
 
@@ -240,3 +241,64 @@ def test_nested_scans() -> None:
         return jax.value_and_grad(loss_fn)(w)
 
     check_split(step, (normal(0, 2, 3, 3), normal(1, 8, 4, 3)), 4)
+
+
+def repeated(fn: Any, y: Any) -> Any:
+    """Twice, by a loop whose count is no row of the batch."""
+    return jax.lax.while_loop(lambda c: c[1] < 2, lambda c: (fn(c[0]), c[1] + 1), (y, 0))[0]
+
+
+def centred(y: Any) -> Any:
+    return y - jnp.mean(y, 0)
+
+
+def while_in_scan(w: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda y, _: (repeated(centred, y), None), x * w, None, length=2)[0]
+
+
+def two_carries_in_scan(w: Any, x: Any) -> Any:
+    def inner(carry: Any, _: Any) -> Any:
+        return (centred(carry[0]), carry[1] + 1.0), None
+
+    def outer(y: Any, _: Any) -> Any:
+        return jax.lax.scan(inner, (y, 0.0), None, length=2)[0][0], None
+
+    return jax.lax.scan(outer, x * w, None, length=2)[0]
+
+
+def while_in_cond(w: Any, x: Any) -> Any:
+    return jax.lax.cond(w.sum() > 0, lambda x: repeated(centred, x), lambda x: x, x * w)
+
+
+def while_in_while(w: Any, x: Any) -> Any:
+    return repeated(lambda y: repeated(centred, y), x * w)
+
+
+@pytest.mark.filterwarnings("ignore:One trip is counted:autopar.errors.AutoparWarning")
+@pytest.mark.parametrize(
+    ("mixes", "is_divided"),
+    [
+        (while_in_scan, False),
+        (two_carries_in_scan, False),
+        (while_in_cond, True),  # on the whole batch, before what divides
+        (while_in_while, True),
+    ],
+)
+def test_rows_that_meet_in_one_of_several_carries_of_a_nested_loop(
+    mixes: Any, is_divided: bool
+) -> None:
+    """The count beside them is known in every microbatch, and they are not: no body is divided."""
+
+    def step(w: Any, x: Any) -> Any:
+        y = mixes(w, x)
+        return w + 0.1 * jnp.sum(y**2, 0), jnp.sum(y)
+
+    w, x = np.ones(16, np.float32), np.asarray(jax.random.normal(jax.random.key(0), (64, 16)))
+    options: dict[str, Any] = {"batch_argnums": (1,), "stages": 1, "donate_argnums": ()}
+    if not is_divided:
+        with pytest.raises(InexactMicrobatchError, match="rows of the batch with a value"):
+            autopar.compile(step, w, x, microbatches=2, **options)
+    for count in (1, 2) if is_divided else (1,):
+        run = autopar.compile(step, w, x, microbatches=count, **options)
+        for one, other in zip(run.gather(run(w, x)), jax.jit(step)(w, x), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
