@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jax.extend.core import JaxprEqn, Var
 
 from autopar.passes.graph.barriers import is_barrier
-from autopar.passes.graph.primitives import CONTROL_FLOW, PRODUCTS
+from autopar.passes.graph.primitives import PRODUCTS
 from autopar.passes.pieces.pieces import Pieces, StagePiece
 from autopar.passes.pieces.taking_over import fresh_outputs
 from autopar.passes.primitives.factor_rule import Rules
@@ -196,7 +196,7 @@ class PieceCosts:
             eqn = instruction.eqn
             if not eqn.outvars or is_barrier(eqn):  # an effect alone
                 return 0.0
-            if eqn.primitive.name in CONTROL_FLOW:
+            if eqn.primitive.name == "while":
                 return self.trip_seconds(eqn)
             row_parts = self._row_parts(instruction)
             undivided = self.pricing.compute(eqn, self.rules[eqn], row_parts)

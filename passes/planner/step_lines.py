@@ -100,7 +100,7 @@ def _alike(chosen: PlannedStep, times: Sequence[Timed], scale: float) -> tuple[A
 
 
 def warn_of_lines(lines: StepLines | None) -> None:
-    """Say what is wrong with much of a step, if something is."""
+    """Say what is wrong with lines that take much of a step, or what nobody knows of them."""
     warn_of_alike(lines)
     warn_of_trips(lines)
 
@@ -128,16 +128,16 @@ def warn_of_alike(lines: StepLines | None) -> None:
 
 
 def warn_of_trips(lines: StepLines | None) -> None:
-    """Say of which loops one trip is counted, because nobody knows how many there will be."""
+    """Say in which lines one trip is counted of a loop of which nobody knows how often it runs."""
     found = [line for line in lines.lines if "while" in line.operations] if lines else []
     if not found:
         return
     told = ", ".join(f"{x.source} ({x.function}), {format_seconds(x.seconds)}" for x in found)
     warn(
-        f"One trip is counted of each jax.lax.while_loop: {told}.",
+        f"One trip is counted of loops that run as long as something is true, in {told}.",
         None,
-        "nothing says how often it will run, and every device runs it whole.",
-        "jax.lax.fori_loop and jax.lax.scan, whose trips are known, are counted and divided.",
+        "nothing says how often they will run, and every device runs them whole.",
+        "jax.lax.scan, and jax.lax.fori_loop between Python numbers, are counted and divided.",
     )
 
 

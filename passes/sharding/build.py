@@ -286,7 +286,7 @@ class _Walk(ControlFlowBuilder):
         """An equation that every device computes whole: its operands are gathered."""
         label = f"{eqn.primitive.name} {eqn.source_info.name_stack}".strip()
         node = self.boundary(label, user_source(eqn), [Layout(())], scope.times)
-        if eqn.primitive.name in CONTROL_FLOW:
+        if eqn.primitive.name == "while":
             own = trip_seconds(eqn, self.rules, self.pricing)
             self.built.nodes[node].seconds[0] += scope.times * own
         for value, atom in zip(values, eqn.invars, strict=True):

@@ -258,8 +258,8 @@ class CompilerRules:
         they are.
       adds_slices: new parameters that are whole are made of slices and gathered, not their updates:
         a gathered parameter lies where the old one did, while XLA:GPU gathers updates early and
-        adds them at the end (a GPT of 12 unrolled layers with AdamW by `zero1` on eight H100s: 6.52
-        GiB, 3.88 so). XLA:TPU needs about as much either way.
+        adds them at the end (a GPT of 12 unrolled layers with AdamW by `zero1` on eight H100s: 6.53
+        GiB, 3.87 so). XLA:TPU needs about as much either way.
       keeps_order: programs are compiled so that they run in the order of the plan.
       counts_operations: arithmetic that is done again costs time, beside the bytes that it reads.
       turns_gathers: what was gathered along another dimension than the first lies in an order that

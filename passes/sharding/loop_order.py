@@ -49,7 +49,7 @@ def loops_in_turn(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
 
     Loops that need nothing of each other run one after the other too. XLA unrolls short ones and
     combines the collectives of several: Muon's iterations for all leaves would go in step, with the
-    buffers of all (a GPT of 12 layers by `zero1` on eight H100s: 6.14 GiB, 5.61 in turn).
+    buffers of all (`benchmarks/written_steps.py`).
     """
     found: dict[int, Tie] = {}
     stacked: set[ShardedValue] = set()

@@ -321,10 +321,11 @@ class Moments:
         found: _Inside = 0, {}, []
         for body in instruction.blocks:
             ends = zip(instruction.results, body.outputs, strict=True)
-            made = {x: v in inside for v, x in ends if not is_literal(x)}
+            made = [(v in inside, x) for v, x in ends if not is_literal(x)]
+            counted = [x for counts, x in made if counts]  # of one that is several, each
             given = sum(map(self.size, body.inputs))
-            apart = [x for x, counts in made.items() if not counts and x not in body.inputs]
+            apart = {x for _, x in made}.difference(counted, body.inputs)
             moments = Moments(body, self.mesh, self.rules, body.inputs, (), apart, self.in_body)
-            at_end = given + sum(self.size(x) for x, counts in made.items() if counts)
+            at_end = given + sum(map(self.size, counted))
             found = max(found, moments.beside(given, body.inputs, at_end), key=lambda x: x[0])
         return found

@@ -132,3 +132,27 @@ def test_what_is_copied_at_the_end_of_a_branch_is_counted() -> None:
     state = array, array, jax.ShapeDtypeStruct((), jnp.int32)
     plan = autopar.plan(step, state, array, cluster="1x1 h100")
     assert plan.estimates.peak_bytes_per_device == pytest.approx(7 * SQUARE, rel=0.01)
+
+
+def test_each_of_several_results_that_are_one_value_is_there() -> None:
+    def step_of(distinct: bool) -> Any:
+        def step(state: Any, g: Any) -> Any:
+            whole, count = state
+            x = g @ g.T
+
+            def work(x: Any) -> Any:
+                return tuple(x @ (x * n if distinct else x) for n in range(4))
+
+            made = jax.lax.cond(count > 0, work, lambda x: (x,) * 4, x)
+            return whole + made[0] @ made[1] + made[2] @ made[3], count + 1
+
+        return step
+
+    array = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
+    state = array, jax.ShapeDtypeStruct((), jnp.int32)
+    one, several = (
+        autopar.plan(step_of(distinct), state, array, cluster="1x1 h100")
+        for distinct in (False, True)
+    )
+    peaks = [plan.estimates.peak_bytes_per_device for plan in (one, several)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)

@@ -52,7 +52,9 @@ def plan_of(repeat: Repeat, **options: Any) -> autopar.Plan:
 
 
 def test_one_trip_is_counted_and_the_user_is_told() -> None:
-    with pytest.warns(AutoparWarning, match=r"One trip is counted .*test_unknown_trips\.py:\d+"):
+    with pytest.warns(
+        AutoparWarning, match=r"(?s)One trip is counted .*test_unknown_trips\.py:\d+"
+    ):
         found = plan_of(until_small, cluster="1x1 h100")
     expected = plan_of(once, cluster="1x1 h100").estimates.step_seconds
     # Its condition reads what a trip makes.
