@@ -129,7 +129,8 @@ def warn_of_alike(lines: StepLines | None) -> None:
 
 def warn_of_trips(lines: StepLines | None) -> None:
     """Say in which lines one trip is counted of a loop of which nobody knows how often it runs."""
-    found = [line for line in lines.lines if "while" in line.operations] if lines else []
+    all_lines = lines.lines if lines else ()
+    found = [x for x in all_lines if "while" in x.operations and x.seconds >= LONG_ALIKE]
     if not found:
         return
     told = ", ".join(f"{x.source} ({x.function}), {format_seconds(x.seconds)}" for x in found)

@@ -16,7 +16,7 @@ from autopar.passes.primitives.populate import populate
 from autopar.passes.sharding.batch_dims import batch_dims
 from sharding.steps import graph_of, shaped
 
-ROWS, WIDTH = 65536, 2048
+ROWS, WIDTH = 1 << 18, 2048
 Repeat = Callable[[Callable[[Any], Any], Any], Any]
 
 
