@@ -142,7 +142,7 @@ def test_what_stays_is_refused_in_microbatches_of_a_loop() -> None:
     step = step_of(loss_of(with_capacity, "remat"))
     with pytest.raises(autopar.errors.InexactMicrobatchError, match="scan") as refused:
         autopar.compile(step, some_weights(), some_rows(), microbatches=2)
-    assert "the counts of the keys" in str(refused.value)
+    assert "the counts of the keys" in " ".join(str(refused.value).split())
 
 
 @pytest.mark.parametrize("stages", [1, 2])
