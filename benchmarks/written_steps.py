@@ -6,7 +6,7 @@ in one node; what changes is how the step is written around it. Optimizers that 
 gradients that are accumulated by hand over parts of the batch, ZeRO of unrolled layers, and one
 sequence of many tokens whose heads of keys are fewer than the devices.
 
-    python benchmarks/written_steps.py [--cases zero1 muon] [--layers 12] [--json] [--verify]
+    python benchmarks/written_steps.py [--cases "zero1|muon"] [--layers 12] [--json] [--verify]
 
 `--verify` compiles each plan for H100s as well (`autopar[gpu-check]`).
 """

@@ -55,13 +55,6 @@ class PieceCosts:
 
     def __init__(self, pricing: Pricing, rules: Rules):
         self.pricing, self.rules = pricing, rules
-        self._trips = dict[int, tuple[JaxprEqn, float]]()
-
-    def trip_seconds(self, eqn: JaxprEqn) -> float:
-        """What one trip of a loop of unknown length takes; found once."""
-        if id(eqn) not in self._trips:
-            self._trips[id(eqn)] = eqn, trip_seconds(eqn, self.rules, self.pricing)
-        return self._trips[id(eqn)][1]
 
     def seconds(self, block: Block) -> float:
         """Compute and collectives of one run of a block on every device, one after the other.
@@ -173,6 +166,8 @@ class PieceCosts:
     def _rowless(self, instruction: Compute) -> float:
         """What an instruction takes with few rows: to start, and groups that are hardly there."""
         eqn, row_parts = instruction.eqn, self._row_parts(instruction)
+        if eqn.primitive.name == "while":
+            return 0.0  # at the least: its body may have rows in all that it does
         own = self.pricing.rowless(eqn, self.rules[eqn], row_parts)
         return self.pricing.start(eqn, row_parts) + own / self._division(instruction)
 
@@ -197,7 +192,7 @@ class PieceCosts:
             if not eqn.outvars or is_barrier(eqn):  # an effect alone
                 return 0.0
             if eqn.primitive.name == "while":
-                return self.trip_seconds(eqn)
+                return trip_seconds(eqn, self.rules, self.pricing)
             row_parts = self._row_parts(instruction)
             undivided = self.pricing.compute(eqn, self.rules[eqn], row_parts)
             own = undivided / self._division(instruction)

@@ -65,8 +65,17 @@ def prepare(
     pins = resolve_pins(graph, options.pins, mesh, axis_names(mesh))
     kinds = loop_kinds(graph, rules) if options.method in LOOP_METHODS else None
     hosted = host_leaves(graph, options.offload, dims) if cluster.host_bandwidth else {}
-    more = options.reduce_dtype, kinds, hosted, rules_of(cluster.device.name).adds_slices
-    allowed = restriction(graph, options.method, dims, mesh, pins, *more)
+    allowed = restriction(
+        graph,
+        options.method,
+        dims,
+        mesh,
+        pins,
+        options.reduce_dtype,
+        kinds,
+        hosted,
+        adds_slices=rules_of(cluster.device.name).adds_slices,
+    )
     pricing = Pricing(cluster, mesh, allowed.reduce_scatter, split.traffic(cluster.device.name))
     buffers = split.buffers(cluster.device.name, math.prod(mesh))
     return build(split.step, rules, mesh, pricing, allowed, buffers), pricing, dims

@@ -12,8 +12,12 @@ import pytest
 
 import autopar
 from autopar.base.errors import AutoparWarning
+from autopar.base.options import Options
+from autopar.passes.planner import layout_search
+from autopar.passes.planner.compiler import compile_graph
 from autopar.passes.primitives.populate import populate
 from autopar.passes.sharding.batch_dims import batch_dims
+from autopar.passes.trace.trace import trace
 from sharding.steps import graph_of, shaped
 
 ROWS, WIDTH = 1 << 18, 2048
@@ -77,6 +81,31 @@ def test_what_follows_it_is_divided_by_data_parallelism() -> None:
     trip = max(x.seconds for x in eight.hot_lines.lines if "while" in x.operations)
     rest = one.estimates.step_seconds - trip
     assert eight.estimates.compute_seconds - trip < 0.3 * rest
+
+
+@pytest.mark.filterwarnings("ignore:One trip is counted:autopar.errors.AutoparWarning")
+@pytest.mark.parametrize("equations", [1, 4000])
+def test_stages_around_it_are_priced(equations: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are those of a microbatch, on several nodes."""
+    monkeypatch.setattr(layout_search, "LONG_PROGRAM", equations)
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            y = x
+            for w in weights:
+                y = y + jnp.tanh(y @ w)
+            fixed = jax.lax.while_loop(lambda c: c[1] < 3, lambda c: (c[0] / 2, c[1] + 1), (y, 0))
+            return jnp.mean((y + jax.lax.stop_gradient(fixed[0])) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    traced = trace(step, ([shaped(1024, 1024)] * 4, shaped(4096, 1024)), batch_argnums=(1,))
+    told: list[str] = []
+    nodes = autopar.Cluster.preset("dgx-v100", nodes=2)
+    found = compile_graph(traced.graph, Options.from_kwargs(), nodes, None, told.append)
+    assert any(line.startswith("costs of") for line in told)
+    assert found.plan.estimates.step_seconds > 0
 
 
 @pytest.mark.filterwarnings("ignore:One trip is counted:autopar.errors.AutoparWarning")
