@@ -55,6 +55,7 @@ from autopar.passes.sharding.turned_gathers import turned_gathers
 from autopar.passes.sharding.turned_sums import turned_sums
 from autopar.passes.sharding.waiting import Tie
 from autopar.runtime.all_reduce import all_reduce
+from autopar.runtime.loop_carries import added_in_loop, as_carried
 from autopar.runtime.matrices import one_by_one
 from autopar.runtime.sent_numbers import as_sent, is_sent_otherwise
 from autopar.runtime.slice_starts import within_bounds
@@ -97,6 +98,7 @@ class _Device:
         self.orders: dict[ShardedValue, tuple[int, ...]] = {}
         self.by_kernels: frozenset[ShardedValue] = frozenset()
         self.places: dict[tuple[int, ...], Any] = {}  # along axes, as the current block knows them
+        self.in_loop = False
 
     def axes(self, axes: Sequence[int]) -> tuple[str, ...]:
         return tuple(self.names[a] for a in axes)
@@ -174,9 +176,12 @@ class _Device:
         assert isinstance(instruction, Relayout)
         value = self.read(env, instruction.source)
         if order is None:
-            env[instruction.target] = self.relayout(instruction, value)
+            moved = self.relayout(instruction, value)
         else:
-            env[instruction.target] = self.turned(instruction, value, order)
+            moved = self.turned(instruction, value, order)
+        if self.in_loop:
+            moved = added_in_loop(instruction, moved, self.rules)
+        env[instruction.target] = moved
 
     def wait(self, env: Env, tie: Tie) -> None:
         values = [tie.operand, *tie.results]
@@ -282,9 +287,11 @@ class _Device:
             slices = [
                 x.row(trip) if isinstance(x, TurnedArray) else next(rows) for x in stacks_read
             ]
+            outer, self.in_loop = self.in_loop, True
             results = self.block(instruction.body, [*consts, *carry, *slices])
+            self.in_loop = outer
             carried, made = scan.results(results)
-            return list(map(_like, carried, carry)), made
+            return list(map(as_carried, carried, carry)), made
 
         with source_context(instruction.eqn):
             carried, stacks = lax.scan(
@@ -387,13 +394,3 @@ class _Device:
     def to_partial(self, value: Any, axes: Sequence[int]) -> Any:
         """One device along `axes` keeps the value, the others hold zeros."""
         return jnp.where(self.index(axes) == 0, value, jnp.zeros_like(value))
-
-
-def _like(value: Any, reference: Any) -> Any:
-    """A carry must keep its dtype and weak type through the loop."""
-    value = jnp.asarray(value)
-    if is_key(value.dtype) or (
-        value.dtype == reference.dtype and value.weak_type == getattr(reference, "weak_type", False)
-    ):
-        return value
-    return lax.convert_element_type(value, reference.dtype)

@@ -261,6 +261,9 @@ class CompilerRules:
         adds them at the end (a GPT of 12 unrolled layers with AdamW by `zero1` on eight H100s: 6.53
         GiB, 3.87 so). XLA:TPU needs about as much either way.
       keeps_order: programs are compiled so that they run in the order of the plan.
+      moves_scatters: what every trip of a loop adds over devices, and then to what it carries, is
+        added over them after the loop instead, and is whole until then, also what each device keeps
+        a part of (`while_loop_all_reduce_code_motion.cc`), unless something lies between.
       counts_operations: arithmetic that is done again costs time, beside the bytes that it reads.
       turns_gathers: what was gathered along another dimension than the first lies in an order that
         loops do not take (`turned_gathers.py`).
@@ -305,6 +308,7 @@ class CompilerRules:
     fuses_anywhere: bool = False
     adds_slices: bool = True
     keeps_order: bool = False
+    moves_scatters: bool = False
     counts_operations: bool = True
     turns_gathers: bool = False
     fills_stacks: bool = True
@@ -390,6 +394,7 @@ RULES = {
         TPU,
         fuses_anywhere=True,
         adds_slices=False,
+        moves_scatters=True,
         counts_operations=False,
         fills_stacks=False,
         fills_together=False,
