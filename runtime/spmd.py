@@ -55,7 +55,7 @@ from autopar.passes.sharding.turned_gathers import turned_gathers
 from autopar.passes.sharding.turned_sums import turned_sums
 from autopar.passes.sharding.waiting import Tie
 from autopar.runtime.all_reduce import all_reduce
-from autopar.runtime.loop_carries import added_in_loop, as_carried
+from autopar.runtime.loop_carries import added_in_loop, as_carried, in_order
 from autopar.runtime.matrices import one_by_one
 from autopar.runtime.sent_numbers import as_sent, is_sent_otherwise
 from autopar.runtime.slice_starts import within_bounds
@@ -146,6 +146,10 @@ class _Device:
             later.setdefault(after, []).append(number)
         for number, instruction in enumerate(block.instructions):
             if number in waiting:
+                for gather in waiting[number].gathers:
+                    for place in gather.before:
+                        self.one(env, block.instructions[place], None)
+                        postponed[place] = number
                 self.wait(env, waiting[number])
             for place in later.get(number, ()):
                 self.one(env, block.instructions[place], orders.get(place))
@@ -283,7 +287,7 @@ class _Device:
 
         def body(carry: Any, trip_and_rows: Any) -> Any:
             trip, xs = trip_and_rows
-            rows = iter(xs)
+            rows = iter(in_order(xs, self.rules))
             slices = [
                 x.row(trip) if isinstance(x, TurnedArray) else next(rows) for x in stacks_read
             ]
@@ -291,7 +295,7 @@ class _Device:
             results = self.block(instruction.body, [*consts, *carry, *slices])
             self.in_loop = outer
             carried, made = scan.results(results)
-            return list(map(as_carried, carried, carry)), made
+            return list(map(as_carried, carried, carry)), in_order(made, self.rules)
 
         with source_context(instruction.eqn):
             carried, stacks = lax.scan(

@@ -18,6 +18,7 @@ from autopar.passes.graph.scans import ScanParts
 from autopar.passes.sharding import strategies as st
 from autopar.passes.sharding.compiler_rules import rules_of
 from autopar.passes.sharding.effects import check_effects
+from autopar.passes.sharding.gathered_state import along_rows
 from autopar.passes.sharding.layout import (
     Layout,
     on_device,
@@ -85,6 +86,7 @@ def lower(
     }
     lowering.run(built.scope)
     outputs = []
+    rules = rules_of(pricing.cluster.device.name)
     for index, (atom, label) in enumerate(zip(jaxpr.outvars, graph.outputs, strict=True)):
         if label.alias is not None:
             layout = inputs[label.alias].layout
@@ -92,12 +94,13 @@ def lower(
             layout = context.layout(built.outputs[index])
         else:
             layout = without_partial(lowering.home(atom))
+        if label.alias is not None and rules.turns_gathers:
+            lowering.cut_along_rows(atom, layout)
         outputs.append(lowering.get(handed_on.get(index, atom), layout))
     instructions = tuple(lowering.instructions)
     if lowering.copies or lowering.stored:
         instructions = leaf_by_leaf(instructions)
     block = Block(inputs, instructions, tuple(outputs))
-    rules = rules_of(pricing.cluster.device.name)
     return SpmdProgram(built.mesh, axis_names, block, rules, pricing.cluster.overlap > 0)
 
 
@@ -167,6 +170,13 @@ class _Lowering:
         self.instructions.append(Relayout(version, wanted, steps, purpose, "", sum_dtype))
         self.define(wanted)
         return wanted
+
+    def cut_along_rows(self, atom: Atom, layout: Layout) -> None:
+        """Cut new state along its first dimension before it is gathered."""
+        home, shape, mesh = self.home(atom), aval_shape(atom), self.context.built.mesh
+        rows = along_rows(home, layout, shape, itemsize(atom.aval), mesh)
+        if rows is not None and isinstance(atom, Var):
+            self.versions[atom] = [self.get(atom, rows).layout]
 
     def _copied(self, atom: Var, layout: Layout) -> Var:
         """A value of the hosts' memory on the devices: copied again after products and loops."""

@@ -7,11 +7,13 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import ELEMENTWISE
 from autopar.passes.sharding.buffer_sizes import BufferSizes
 from autopar.passes.sharding.compiler_rules import IN_PLACE, CompilerRules, reads_buffer
+from autopar.passes.sharding.early_updates import early_times
 from autopar.passes.sharding.filling_numbers import beginnings, filling_numbers
 from autopar.passes.sharding.fills_in_turn import fills_in_turn
 from autopar.passes.sharding.heap import HeapBuffer
@@ -81,7 +83,9 @@ class Moments:
         size.leave_out([*map(self.held.root, apart)])
         times = self.held.run_times(program)
         left = products_left(block, mesh) if rules.leaves_products else []
-        moments = late_times(block, self.held, times, mesh, left) if rules.sums_last else times
+        moments: Sequence[Any] = early_times(block, times) if rules.keeps_order else times
+        if rules.sums_last:
+            moments = late_times(block, self.held, times, mesh, left)
         order = sorted(range(len(program)), key=moments.__getitem__)
         instructions = tuple(block.instructions[number] for number in order)
         if instructions != block.instructions:
@@ -106,6 +110,7 @@ class Moments:
         for time, tie in waiting.items():
             for value in self.held.read_by(tie.sources):
                 self.last[value] = max(self.last.get(value, 0), time)
+            self.early[time] += [gather.target for gather in tie.gathers]
             instruction = block.instructions[time]
             if isinstance(instruction, Relayout):
                 after = max(made.get(v, -1) for v in tie.results)

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 
 from autopar.passes.graph.primitives import ELEMENTWISE, REDUCTIONS
 from autopar.passes.sharding.compiler_rules import SAME_BUFFER, may_be_fused, writes_buffer
+from autopar.passes.sharding.gathers_in_time import gathers_in_time
 from autopar.passes.sharding.leaf_by_leaf import copies_in_turn
 from autopar.passes.sharding.loop_order import gathers_after_loops, is_large_gather, loops_in_turn
 from autopar.passes.sharding.spmd_program import (
@@ -36,7 +37,7 @@ from autopar.passes.sharding.spmd_program import (
     reads,
     writes,
 )
-from autopar.passes.sharding.waiting import LARGE_BYTES, Tie, is_product
+from autopar.passes.sharding.waiting import LARGE_BYTES, EarlyGather, Tie, is_product
 
 BUCKET_BYTES = 64 << 20
 """Of gradients on a device, whose collectives are waited for together."""
@@ -140,6 +141,9 @@ def _products_in_order(
             readers[value].append(time)
     ranks: dict[ShardedValue, int] = {}  # of what may be held back without a copy: least is best
     found: dict[int, Tie] = {}
+    gathers = gathers_in_time(block, mesh, products)
+    gathered = {x.target for x in instructions if isinstance(x, Relayout) and _is_parameter(x)}
+    due: list[EarlyGather] = []
     results: list[ShardedValue] = []
     sources: list[ShardedValue] = []
     bucket: list[Relayout] = []
@@ -168,9 +172,14 @@ def _products_in_order(
         if time not in at_products:
             continue
         buffers = [v for v in reads(instruction) if v in ranks and v not in results]
-        if results and buffers:
-            best = min(buffers, key=ranks.__getitem__)
-            found[time] = Tie(best, tuple(results), tuple(sources))
+        computed = [v for v in buffers if v not in gathered]
+        due = [gather for gather in (*due, *gathers.get(time, ())) if gather.number > time]
+        begun = tuple(gather.since(time) for gather in due) if computed else ()
+        due = [] if begun else due
+        if (results or begun) and buffers:
+            best = min(computed if begun else buffers, key=ranks.__getitem__)
+            values = (*results, *(gather.source for gather in begun))
+            found[time] = Tie(best, values, tuple(sources), begun)
             results, sources = [], []
         (result,) = writes(instruction) or (None,)
         ahead = products[bisect_right(products, time) :][:PRODUCTS_AHEAD]
@@ -183,6 +192,10 @@ def _products_in_order(
             else:
                 results.append(result)
     return found
+
+
+def _is_parameter(relayout: Relayout) -> bool:
+    return relayout.purpose == "parameter"
 
 
 def _added_to_inputs(

@@ -12,6 +12,26 @@ LARGE_BYTES = 1 << 20
 """What is smaller may stay as long as it likes."""
 
 
+class EarlyGather(NamedTuple):
+    """What may be gathered while products run of which others come before its reader.
+
+    Args:
+      number: that of the gather.
+      source: what is gathered.
+      target: what is then there.
+      before: the numbers of the instructions that make the source and come later in the block.
+    """
+
+    number: int
+    source: ShardedValue
+    target: ShardedValue
+    before: tuple[int, ...]
+
+    def since(self, time: int) -> EarlyGather:
+        """The same, where what comes before `time` was run."""
+        return self._replace(before=tuple(number for number in self.before if number > time))
+
+
 class Tie(NamedTuple):
     """What a product or a gather reads only when other values are there.
 
@@ -19,11 +39,13 @@ class Tie(NamedTuple):
       operand: that it reads.
       results: the values.
       sources: what is in memory until then, because the collectives that read it may run then.
+      gathers: those that begin then; what they gather is among the values.
     """
 
     operand: ShardedValue
     results: tuple[ShardedValue, ...]
     sources: tuple[ShardedValue, ...]
+    gathers: tuple[EarlyGather, ...] = ()
 
 
 def is_product(instruction: Instruction) -> bool:

@@ -1,4 +1,4 @@
-"""Sums over devices that stay in the loops whose trips make them."""
+"""Sums over devices stay in loops whose trips make them; stacks lie in their own order."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import with_layout_constraint
 
 import autopar
 from autopar.passes.sharding.compiler_rules import CPU, GPU, RULES, TPU, CompilerRules
 from autopar.passes.sharding.spmd_program import Relayout
-from autopar.runtime.loop_carries import added_in_loop
+from autopar.runtime import loop_carries
+from autopar.runtime.loop_carries import added_in_loop, in_order
 
 WIDTH, BATCH, LAYERS = 128, 64, 6
 MEMORY = 600_000  # the gradients do not fit whole
@@ -66,3 +68,44 @@ def test_parts_of_sums_stay_where_compilers_move_them(
     assert sum(kept) == (LAYERS if moves and is_part else 0)
     if is_part:
         assert len(kept) >= LAYERS
+
+
+def scanned_step(params: Any, x: Any) -> Any:
+    def loss_fn(params: Any) -> Any:
+        def layer(h: Any, w: Any) -> Any:
+            return jnp.tanh(jnp.einsum("bij,jk->bki", h, w)).swapaxes(1, 2), None
+
+        h, _ = jax.lax.scan(layer, x, params)
+        return jnp.mean(jnp.square(h))
+
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    return params - 0.1 * grads, loss
+
+
+def test_stacks_lie_as_they_are_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_carries, "STACKED_BYTES", 1)
+    rules = dataclasses.replace(RULES[CPU], keeps_order=True)
+    told: list[tuple[int, ...]] = []
+
+    def noted(value: Any, layout: Any) -> Any:
+        told.append(value.shape)
+        return with_layout_constraint(value, layout)
+
+    monkeypatch.setattr(loop_carries, "with_layout_constraint", noted)
+    monkeypatch.setitem(RULES, CPU, rules)
+    rng = np.random.default_rng(0)
+    params = jnp.asarray(rng.normal(size=(LAYERS, 16, 16)) / 4, jnp.float32)
+    args = params, jnp.asarray(rng.normal(size=(BATCH, 8, 16)), jnp.float32)
+    wanted = jax.jit(scanned_step)(*args)
+    run = autopar.compile(scanned_step, *args, method="data", microbatches=1, batch_argnums=(1,))
+    found = run(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)
+    assert told and all(len(shape) == 3 for shape in told), "the activations, no matrix"
+
+
+def test_only_large_slices_with_an_order_to_choose_are_told() -> None:
+    small, keys = jnp.zeros((2, 2, 2)), jax.random.split(jax.random.key(0), 8).reshape(2, 2, 2)
+    values = [small, keys, jnp.zeros((2, 2)), 1.0]
+    assert in_order(values, RULES[CPU]) == values
+    for value, found in zip(values[:3], in_order(values, RULES[GPU]), strict=False):
+        assert found is value
