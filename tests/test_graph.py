@@ -122,6 +122,17 @@ def test_a_branch_that_nothing_else_can_take_is_inlined() -> None:
     np.testing.assert_allclose(evaluate(graph_of(step, X), X)[0], step(X)[0], rtol=1e-6)
 
 
+def test_a_reshape_in_another_order_is_a_transpose_and_a_reshape() -> None:
+    def step(x: Any) -> Any:
+        turned = jax.lax.reshape(x, (12,), dimensions=(1, 0))
+        return turned, jax.lax.reshape(x, (2, 6), dimensions=(0, 1))
+
+    graph = graph_of(step, X)
+    assert names(graph) == ["transpose", "reshape", "reshape"]
+    for found, wanted in zip(evaluate(graph, X), step(X), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_a_linear_solve_is_what_it_computes() -> None:
     def inverse_norm(x: Any) -> Any:
         matrix = x @ x.T + jnp.eye(3)

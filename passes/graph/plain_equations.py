@@ -22,6 +22,8 @@ def plain(eqn: JaxprEqn) -> Sequence[JaxprEqn]:
     A `device_put` of several arrays says of each what a `device_put` of its own would, and no pass
     has to know that none of its results depends on the others' operands. Collectives over axes of
     `jax.vmap` are reductions of dimensions, before those over axes of a mesh, if both are asked.
+    A reshape in another order of its operand's dimensions is a transpose and a reshape: so
+    `jax.vmap` brings what it maps over into the features or the batch of a convolution.
     Arrays without elements, of which `jax.lax.associative_scan` leaves some, are made of nothing:
     no result depends on how they came about.
 
@@ -36,6 +38,8 @@ def plain(eqn: JaxprEqn) -> Sequence[JaxprEqn]:
         return [_nothing(eqn, result) for result in eqn.outvars]
     if name == "device_put" and len(eqn.invars) > 1:
         return _one_by_one(eqn)
+    if name == "reshape" and eqn.params["dimensions"] is not None:
+        return _transposed(eqn)
     if name in REDUCTIONS and eqn.params.get("axis_index_groups") is None:
         dims = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
         names = tuple(axis for axis in eqn.params["axes"] if not isinstance(axis, int))
@@ -74,6 +78,21 @@ def _reduced(eqn: JaxprEqn, dims: tuple[int, ...], names: tuple[object, ...]) ->
         return _one_by_one(reduced)
     left = eqn.replace(invars=made, params={**eqn.params, "axes": names})
     return [*_one_by_one(reduced), left]
+
+
+def _transposed(eqn: JaxprEqn) -> Sequence[JaxprEqn]:
+    """A transpose of the operand, and a reshape of that in its own order."""
+    (operand,), order = eqn.invars, tuple(eqn.params["dimensions"])
+    plainly = {**eqn.params, "dimensions": None}
+    if order == tuple(range(len(order))):
+        return [eqn.replace(params=plainly)]
+    of = operand.aval
+    shape = tuple(of.shape[dim] for dim in order)
+    turned = jax_compat.new_var(jax_compat.array_type(shape, of.dtype, of.weak_type))
+    transpose = eqn.replace(
+        primitive=lax.transpose_p, params={"permutation": order}, outvars=[turned]
+    )
+    return [transpose, eqn.replace(invars=[turned], params=plainly)]
 
 
 def _one_by_one(eqn: JaxprEqn) -> list[JaxprEqn]:

@@ -48,7 +48,13 @@ def conv(lhs: Any, rhs: Any, **params: Any) -> Any:
     return lax.conv_general_dilated(lhs, rhs, strides, padding, dimension_numbers=numbers, **params)
 
 
-def gradient(function: Callable[..., Any], argument: int = 0) -> Callable[..., Any]:
+def depthwise(lhs: Any, rhs: Any) -> Any:
+    return conv(lhs, rhs, feature_group_count=lhs.shape[-1])
+
+
+def gradient(
+    function: Callable[..., Any], argument: int | tuple[int, ...] = 0
+) -> Callable[..., Any]:
     def value_and_gradient(*arguments: Any) -> Any:
         return jax.grad(lambda *a: jnp.sum(jnp.sin(function(*a))), argnums=argument)(*arguments)
 
@@ -227,6 +233,30 @@ def contractions() -> dict[str, Case]:
         "conv grouped input gradient": (
             gradient(lambda x, k: conv(x, k, feature_group_count=2), 0),
             (f32(4, 4, 4, 8), f32(3, 3, 4, 8)),
+        ),
+        "conv kernel gradients of examples": (
+            jax.vmap(gradient(conv, 1), (0, None)),
+            (f32(4, 2, 4, 4, 2), f32(3, 3, 2, 4)),
+        ),
+        "conv depthwise kernel gradients of examples": (
+            jax.vmap(gradient(depthwise, 1), (0, None)),
+            (f32(4, 2, 4, 4, 2), f32(3, 3, 1, 4)),
+        ),
+        "conv of each with its kernel": (
+            jax.vmap(gradient(conv, (0, 1))),
+            (f32(4, 2, 4, 4, 2), f32(4, 3, 3, 2, 4)),
+        ),
+        "conv depthwise of each with its kernel": (
+            jax.vmap(gradient(depthwise, (0, 1))),
+            (f32(4, 2, 4, 4, 2), f32(4, 3, 3, 1, 4)),
+        ),
+        "conv by several kernels": (
+            jax.vmap(gradient(conv, (0, 1)), (None, 0)),
+            (f32(2, 4, 4, 2), f32(4, 3, 3, 2, 4)),
+        ),
+        "conv depthwise by several kernels": (
+            jax.vmap(gradient(depthwise, (0, 1)), (None, 0)),
+            (f32(2, 4, 4, 2), f32(4, 3, 3, 1, 4)),
         ),
     }
 

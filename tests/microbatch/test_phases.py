@@ -351,6 +351,32 @@ def test_convolutions_and_pooling() -> None:
     assert analysis.costs.loop_share > 0.9
 
 
+def test_convolutions_of_examples() -> None:
+    """What `jax.vmap` brings into the features of a convolution, as its groups, are rows."""
+
+    def step(kernel: Any, images: Any) -> Any:
+        def adapted(kernel: Any, x: Any) -> Any:
+            def loss(kernel: Any) -> Any:
+                numbers = ("NHWC", "HWIO", "NHWC")
+                y = lax.conv_general_dilated(
+                    x, kernel, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=2
+                )
+                return jnp.mean(jnp.tanh(y) ** 2)
+
+            return loss(kernel - 0.1 * jax.grad(loss)(kernel))
+
+        def outer(kernel: Any) -> Any:
+            return jnp.mean(jax.vmap(adapted, (None, 0))(kernel, images))
+
+        return jax.value_and_grad(outer)(kernel)
+
+    analysis = check_split(step, (normal(0, 3, 3, 1, 4), normal(1, 8, 3, 6, 6, 2)), 4)
+    phases = analysis.phases
+    outside = [step.eqn.primitive.name for step in (*phases.prologue, *phases.epilogue)]
+    assert "conv_general_dilated" not in outside
+    assert 16 in {step.eqn.params.get("feature_group_count") for step in phases.loop}
+
+
 def test_checkpointed_layers() -> None:
     def step(w: Any, x: Any) -> Any:
         layer = jax.checkpoint(lambda w, x: jnp.tanh(x @ w))
