@@ -174,7 +174,7 @@ class Moments:
             if isinstance(instruction, Branch):
                 inside, beside, held_inside = self._branches(instruction, made_inside)
             else:
-                inside, beside, held_inside = self._inside(instruction)
+                inside, beside, held_inside = self._inside(instruction, dying)
             buffers += (x.between(time, time + 1) for x in held_inside)
             if isinstance(instruction, Loop):
                 read = {v for v in self.read(instruction) if self.last[v] > time} & self.turned
@@ -281,14 +281,16 @@ class Moments:
         twice = self.rows.read_twice(self.read(instruction), result, self.size.elements)
         return next((v for v in dying if self.size(v) == size and v not in twice), None)
 
-    def _inside(self, instruction: Instruction) -> _Inside:
+    def _inside(self, instruction: Instruction, dying: Iterable[ShardedValue]) -> _Inside:
         """What a loop's body, or a sum in another dtype, needs beside its results.
 
-        The buffers are from 0 to 1.
+        The buffers are from 0 to 1. `dying` are those that it is the last to read.
         """
         assert not isinstance(instruction, Branch)
         if isinstance(instruction, Compute):
-            size, name = workspace(instruction, self.size, self.rules)
+            ending = {*dying}
+            kept = [v for v in reads(instruction) if self.held.root(v) not in ending]
+            size, name = workspace(instruction, self.size, self.rules, kept)
             return size, {name: size} if size else {}, [HeapBuffer(size, 0, 0)] if size else []
         if isinstance(instruction, Relayout):
             size = sum_bytes(instruction, self.mesh)

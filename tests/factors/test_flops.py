@@ -45,8 +45,27 @@ def test_a_convolution_counts_its_taps() -> None:
     assert count(conv, x, f32(3, 3, 4, 8)) == 2 * (2 * 6 * 6 * 8) * (3 * 3 * 4)
     grouped = count(lambda x, k: conv(x, k, feature_group_count=2), x, f32(3, 3, 2, 8))
     assert grouped == 2 * (2 * 6 * 6 * 8) * (3 * 3 * 2)
+    own = total(jax.vmap(conv), f32(5, 2, 6, 6, 4), f32(5, 3, 3, 4, 8))
+    assert own == 5 * 2 * (2 * 6 * 6 * 8) * (3 * 3 * 4)
     strided = count(lambda x, k: conv(x, k, strides=(2, 2)), x, f32(3, 3, 4, 8))
     assert strided == 2 * (2 * 3 * 3 * 8) * (3 * 3 * 4)
+
+
+def test_the_gradients_of_filters_take_as_many() -> None:
+    """With groups of features (one for each example) or of batches (one for each channel)."""
+    x = f32(5, 2, 6, 6, 4)
+    for groups in (1, 2, 4):
+        kernel = f32(3, 3, 4 // groups, 8)
+
+        def convolve(x: Any, k: Any, groups: int = groups) -> Any:
+            return conv(x, k, feature_group_count=groups)
+
+        def gradient(x: Any, k: Any) -> Any:
+            (made,) = jax.linear_transpose(lambda k: convolve(x, k), k)(jnp.ones((2, 6, 6, 8)))
+            return made
+
+        forward = 5 * total(convolve, x[0], kernel)
+        assert total(jax.vmap(gradient, (0, None)), x, kernel) == forward
 
 
 def test_xla_counts_contractions_alike() -> None:
