@@ -55,10 +55,8 @@ it was found.
   backward pass reads, and stay to the end of the step. So it is laid in the filter's order first
   (`runtime/spmd.py`): one copy in the gradient's dtype, and the update is in place. Found on a
   Wide-ResNet, whose 12 bytes for each parameter of a 1x1 filter were there at the worst moment.
-- Gradients of the filters of every example are a forward convolution in groups for cuDNN, with
-  filters as large as an image. Images and gradients are copied for it, with the channels outermost.
-  Found on two layers of DP-SGD, planned 36% too small (now 8%; six layers with a tanh 30%: XLA
-  makes their copies in the forward pass; with ReLUs or residuals less than 2%).
+- What the filters' gradients of every example are made of is copied in another order, an activation
+  in the forward pass (`turned_images.py`). Found on layers of DP-SGD, planned up to 38% too small.
 - A broadcast of a constant is made in the loop that reads it (`while_loop_constant_sinking.cc`).
 - A loop's body copies the slices of stacked operands that products read, all when a trip begins
   (nothing makes them wait: a Llama's scan had those of its feed-forward network beside the
@@ -279,7 +277,8 @@ class CompilerRules:
         buffer to their result (`product_kernels.py`).
       expands_windows: the gradient of a maximum over windows is a scatter into zeros, which may be
         there since the forward pass (`kept_zeros.py`).
-      turns_images: what the gradients of groups of filters are made of is copied in another order.
+      turns_images: what filters' gradients of every example are made of is copied in another order
+        (`turned_images.py`).
       products_take_in: a product computes its operands itself, as an elementwise kernel does.
       products_write_epilogues: a product writes what is made of its result, rather than that.
       softmaxes_are_written: a softmax over rows writes its exponentials.
@@ -509,8 +508,3 @@ def is_filter_gradient(eqn: JaxprEqn) -> bool:
         return False
     order: tuple[int, ...] = eqn.params["dimension_numbers"].out_spec
     return order[0] != 0
-
-
-def turns_images(eqn: JaxprEqn) -> bool:
-    """Whether a convolution makes the gradients of groups of filters, as under `jax.vmap`."""
-    return is_filter_gradient(eqn) and eqn.params["feature_group_count"] > 1

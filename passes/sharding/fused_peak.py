@@ -70,7 +70,7 @@ def _peak(
     results: Collection[ShardedValue],
 ) -> tuple[int, Alive]:
     moments = Moments(block, mesh, rules, kept, apart=apart)
-    more = moments.for_poolings()
+    more = moments.for_gradients()
     if rules.copies_in:
         more["copies in another order"] = boundary_copies(moments.block, mesh, moments.held)
     size, there = moments.worst(more)

@@ -37,6 +37,7 @@ from autopar.passes.sharding.spmd_program import (
     writes,
 )
 from autopar.passes.sharding.turned_gathers import copied_for_loops
+from autopar.passes.sharding.turned_images import turned_images
 from autopar.passes.sharding.workspaces import workspace
 
 DURING = 0.999
@@ -174,7 +175,7 @@ class Moments:
             if isinstance(instruction, Branch):
                 inside, beside, held_inside = self._branches(instruction, made_inside)
             else:
-                inside, beside, held_inside = self._inside(instruction, dying)
+                inside, beside, held_inside = self._inside(instruction)
             buffers += (x.between(time, time + 1) for x in held_inside)
             if isinstance(instruction, Loop):
                 read = {v for v in self.read(instruction) if self.last[v] > time} & self.turned
@@ -198,11 +199,16 @@ class Moments:
         buffers += [HeapBuffer(size, first, end) for first, size in left if first >= 0]
         return best, there
 
-    def for_poolings(self) -> dict[str, list[HeapBuffer]]:
-        """What the compiler keeps for their gradients beside values."""
-        if not self.rules.expands_windows:
-            return {}
-        return {"for the gradient of a pooling": kept_zeros(self.block, self.mesh, self.held)}
+    def for_gradients(self) -> dict[str, list[HeapBuffer]]:
+        """What the compiler keeps for those of poolings and filters beside values."""
+        found: dict[str, list[HeapBuffer]] = {}
+        if self.rules.expands_windows:
+            zeros = kept_zeros(self.block, self.mesh, self.held)
+            found["for the gradient of a pooling"] = zeros
+        if self.rules.turns_images:
+            images = turned_images(self.block, self.held, self.last, self.size)
+            found["for the gradients of filters"] = images
+        return found
 
     def later(self, results: Iterable[ShardedValue]) -> list[HeapBuffer]:
         """What these take, from when they are made; once the worst moment was found."""
@@ -281,16 +287,14 @@ class Moments:
         twice = self.rows.read_twice(self.read(instruction), result, self.size.elements)
         return next((v for v in dying if self.size(v) == size and v not in twice), None)
 
-    def _inside(self, instruction: Instruction, dying: Iterable[ShardedValue]) -> _Inside:
+    def _inside(self, instruction: Instruction) -> _Inside:
         """What a loop's body, or a sum in another dtype, needs beside its results.
 
-        The buffers are from 0 to 1. `dying` are those that it is the last to read.
+        The buffers are from 0 to 1.
         """
         assert not isinstance(instruction, Branch)
         if isinstance(instruction, Compute):
-            ending = {*dying}
-            kept = [v for v in reads(instruction) if self.held.root(v) not in ending]
-            size, name = workspace(instruction, self.size, self.rules, kept)
+            size, name = workspace(instruction, self.size, self.rules)
             return size, {name: size} if size else {}, [HeapBuffer(size, 0, 0)] if size else []
         if isinstance(instruction, Relayout):
             size = sum_bytes(instruction, self.mesh)
@@ -311,7 +315,7 @@ class Moments:
 
         The buffers are from 0 to 1.
         """
-        size, alive = self.worst(self.for_poolings())
+        size, alive = self.worst(self.for_gradients())
         size = max(size, at_least)
         end = len(self.block.instructions) + 2
         buffers = [

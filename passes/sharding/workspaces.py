@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from autopar.passes.primitives.group_tiling import GROUPED, has_parts, tiling_of
 from autopar.passes.sharding.buffer_sizes import BufferSizes
-from autopar.passes.sharding.compiler_rules import (
-    CompilerRules,
-    is_filter_gradient,
-    turns_images,
-)
-from autopar.passes.sharding.spmd_program import Compute, ShardedValue
+from autopar.passes.sharding.compiler_rules import CompilerRules, is_filter_gradient
+from autopar.passes.sharding.spmd_program import Compute
 
 INDEX_BYTES = 4  # of where a maximum was found, along each dimension
 
 
-def workspace(
-    instruction: Compute, size: BufferSizes, rules: CompilerRules, kept: Sequence[ShardedValue]
-) -> tuple[int, str]:
-    """Bytes that an equation's kernel works with, and for what; 0: none.
-
-    `kept` is what it reads and others read later; of the rest, a copy takes the place.
-    """
+def workspace(instruction: Compute, size: BufferSizes, rules: CompilerRules) -> tuple[int, str]:
+    """Bytes that an equation's kernel works with, and for what; 0: none."""
     eqn = instruction.eqn
     if is_filter_gradient(eqn):
-        turned = kept if rules.turns_images and turns_images(eqn) else ()
-        found = sum(map(size, (*instruction.results, *turned)))
+        found = sum(map(size, instruction.results))
         return found, "the gradient of a filter in cuDNN's order"
     if eqn.primitive.name == "select_and_scatter_add" and rules.expands_windows:
         source = size.shape(instruction.operands[0])

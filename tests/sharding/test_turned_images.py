@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import autopar
-from autopar.passes.sharding.compiler_rules import turns_images
-from sharding.steps import graph_of, shaped
+from sharding.steps import shaped
 
 ROWS, PIXELS, CHANNELS = 16, 32, 64
 
@@ -34,12 +33,6 @@ def private(filters: Any, batch: Any) -> Any:
 def shapes() -> tuple[Any, Any]:
     filters = [shaped(3, 3, 3, CHANNELS), shaped(3, 3, CHANNELS, CHANNELS)]
     return filters, (shaped(ROWS, PIXELS, PIXELS, 3), shaped(ROWS, CHANNELS))
-
-
-def test_gradients_of_groups_of_filters_are_known() -> None:
-    graph = graph_of(private, *shapes())
-    found = [v.aval.shape for e in graph.jaxpr.eqns if turns_images(e) for v in e.outvars]
-    assert sorted(found) == [(3, 3, 3, ROWS * CHANNELS), (3, 3, CHANNELS, ROWS * CHANNELS)]
 
 
 def test_images_are_copied() -> None:
