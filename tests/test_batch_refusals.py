@@ -114,3 +114,24 @@ def test_too_few_entries_of_batch_axes() -> None:
         "batch_axes=(None, None, None) says that they hold no batch; 0 in its place",
     ):
         assert part in said(refused.value)
+
+
+def test_microbatches_that_would_divide_nothing_are_refused() -> None:
+    """A step that draws its rows by number from a data set, which is taken for the batch."""
+
+    def train_step(w: Any, data: Any, key: Any) -> Any:
+        def loss_fn(w: Any) -> Any:
+            rows = data[jax.random.randint(key, (16,), 0, len(data))]
+            return jnp.mean(jnp.square(rows @ w))
+
+        loss, grad = jax.value_and_grad(loss_fn)(w)
+        return w - 0.1 * grad, loss
+
+    args = jnp.ones((4, 4)), jnp.ones((64, 4)), jax.random.key(0)
+    assert autopar.plan(train_step, *args, microbatches=1).num_microbatches == 1
+    with pytest.raises(InexactMicrobatchError) as refused:
+        autopar.plan(train_step, *args, microbatches=4)
+    said = str(refused.value)
+    assert "nothing of it is computed for each example" in said
+    assert "dimension 0 of data was taken for the batch" in " ".join(said.split())
+    assert f"{__file__.rsplit('/', 1)[-1]}:" in said, "the line that takes rows"

@@ -18,6 +18,7 @@ from autopar.passes.microbatch import batch_states as lattice
 from autopar.passes.microbatch.batch_scales import without_batch_scales
 from autopar.passes.microbatch.batch_states import BatchState
 from autopar.passes.microbatch.equations import MIXES, Context, is_control_flow
+from autopar.passes.microbatch.nothing_divided import nothing_divided
 from autopar.passes.microbatch.phases import Phases, find_phases
 from autopar.passes.microbatch.propagate import Forward, forward, input_states
 from autopar.passes.microbatch.rewrite import rewrite
@@ -277,7 +278,8 @@ def split(graph: Graph, analysis: Analysis) -> Microbatched:
     order in which sums are added up. With one microbatch it is `graph` itself.
 
     Raises:
-      InexactMicrobatchError: part of the step needs the whole batch, and that part is too large.
+      InexactMicrobatchError: part of the step needs the whole batch, and that part is too large;
+        or nothing of it is computed for each example.
     """
     if analysis.num_microbatches == 1:
         return in_phases(graph)
@@ -285,7 +287,10 @@ def split(graph: Graph, analysis: Analysis) -> Microbatched:
         raise refusal(analysis)
     count = analysis.num_microbatches
     if not analysis.parts:
-        return rewrite(analysis.graph, analysis.phases, count)
+        made = rewrite(analysis.graph, analysis.phases, count)
+        if not made.loops:
+            raise nothing_divided(graph, count)
+        return made
     parts = [rewrite(part.graph, part.phases, count) for part in analysis.parts]
     return one_after_the_other(analysis.graph, parts, analysis.cuts)
 
