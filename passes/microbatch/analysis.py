@@ -278,8 +278,7 @@ def split(graph: Graph, analysis: Analysis) -> Microbatched:
     order in which sums are added up. With one microbatch it is `graph` itself.
 
     Raises:
-      InexactMicrobatchError: part of the step needs the whole batch, and that part is too large;
-        or nothing of it is computed for each example.
+      InexactMicrobatchError: too large a part of it needs the whole batch, or none has rows.
     """
     if analysis.num_microbatches == 1:
         return in_phases(graph)
@@ -324,8 +323,9 @@ def refusal(analysis: Analysis) -> InexactMicrobatchError:
             why += f" {analysis.max_loops} loops, with that work between them, do not do either."
         hint = (
             f"use microbatches=1{one_mesh}{kernel}; or make examples independent of each other here"
-            " (for instance normalise over features instead of the batch); or allow more batch-wide"
-            " work by max_flops_share and max_bytes_share."
+            " (for instance normalise over features instead of the batch, or take the mean of what"
+            " each example gives); or allow more batch-wide work by max_flops_share and"
+            " max_bytes_share."
         )
     chunks = chunk_hint(analysis.graph, analysis.batch_sizes, analysis.num_microbatches)
     hint = f"{chunks}; or {hint}" if chunks else hint
