@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.passes.sharding.run_order import is_gradient_sum
+from autopar.passes.sharding.run_order import is_gradient_sum, weight_products
 from autopar.passes.sharding.spmd_program import (
     Block,
     Compute,
@@ -33,27 +33,27 @@ def early_times(block: Block, times: Sequence[float]) -> list[float]:
     instructions = block.instructions
     if not any(map(_gathers_state, instructions)):
         return found
+    _, awaited = weight_products(block)
     given = {*block.inputs}  # and what is made of arguments alone
-    updated: set[ShardedValue] = set()  # of gradients
+    updated: set[ShardedValue] = set()  # what is made of gradients
     for instruction in instructions:
-        results = writes(instruction)
         if not updated.isdisjoint(reads(instruction)) or is_gradient_sum(instruction):
-            updated.update(results)
-        if not given.issuperset(reads(instruction)):
-            continue
-        given.update(results)
+            updated.update(writes(instruction))
+        if given.issuperset(reads(instruction)):
+            given.update(writes(instruction))
+    made_of = updated | given
     needed: set[ShardedValue] = set()
     early: list[int] = []
     for number in range(len(instructions) - 1, -1, -1):
         instruction = instructions[number]
-        if not _gathers_state(instruction) and needed.isdisjoint(writes(instruction)):
+        results = writes(instruction)
+        if not _gathers_state(instruction) and needed.isdisjoint(results):
             continue
         if is_gradient_sum(instruction) or not isinstance(instruction, (Compute, Relayout)):
             continue
-        if updated.isdisjoint(writes(instruction)) and given.isdisjoint(writes(instruction)):
-            continue
-        needed.update(reads(instruction))
-        early.append(number)
+        if awaited.isdisjoint(results) and made_of.issuperset(results):
+            needed.update(reads(instruction))
+            early.append(number)
     made = {v: time for x, time in zip(instructions, times, strict=True) for v in writes(x)}
     for number in reversed(early):
         instruction = instructions[number]
