@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -30,8 +31,8 @@ from autopar.passes.planner.stage_choice import (
     TimedChoice,
     best_stages,
 )
-from autopar.passes.planner.stage_clock import StageWork, step_seconds
-from autopar.passes.planner.stage_costs import Way, equal_runs
+from autopar.passes.planner.stage_clock import MOST_CLOCKED, StageWork, in_flight_by, step_seconds
+from autopar.passes.planner.stage_costs import Way, busy_seconds, equal_runs
 from autopar.passes.planner.stage_options import RangeTotals, StageTransfers
 
 # Of many units, stages that are alike are taken where they are about as good: they are planned
@@ -41,7 +42,6 @@ UNITS_OF_A_KIND = 4
 ABOUT_AS_GOOD = 1.03
 # Times what stages take: what the dynamic program thinks that they do is not more, mostly.
 UNSURE = 1.5
-MOST_CLOCKED = 32  # stages; of more, steps are long beside what stages wait
 # By the schedule for whose microbatches in flight stages were found: those that keep no more.
 NEEDING = {"1f1b": ("1f1b", "zb_h1"), "eager_1f1b": ("1f1b", "eager_1f1b", "zb_h1", "zb_h2")}
 DIVIDING = ("zb_h1", "zb_h2")  # the gradients of weights from the rest of the backward pass
@@ -93,8 +93,10 @@ class StageSearch:
           limit: bytes that a device may hold.
           at_most: seconds of a step; stages that take longer are not looked for.
         """
+        if self._least_seconds > at_most:
+            return None
         most = UNSURE * at_most
-        tried = [(self._choice(limit, name, most), name) for name in self.schedules]
+        tried = [(self._choice(limit, name, most), name) for name in self._tried(limit)]
         found = [(choice, name) for choice, name in tried if choice is not None]
         made = [self._timed(choice, name, limit) for choice, name in found]
         if not made:
@@ -107,8 +109,14 @@ class StageSearch:
         return (self._layout(best, limit), best.seconds) if best.seconds <= at_most else None
 
     @cached_property
+    def _least_seconds(self) -> float:  # devices share what keeps them busy
+        return self.num_microbatches * busy_seconds(self.ways) / self.cluster.num_devices
+
+    def _tried(self, limit: int) -> Sequence[str]:  # with any memory, the one that hides most
+        return self.schedules[-1:] if limit == sys.maxsize else self.schedules
+
+    @cached_property
     def _sizes(self) -> list[int]:
-        """Those of submeshes on which there are ways."""
         return [size for size, ways in self.ways.items() if ways]
 
     def bound(self, limit: int, at_most: float = math.inf) -> float:
@@ -121,7 +129,7 @@ class StageSearch:
           at_most: seconds; what takes longer is not looked for.
         """
         best = math.inf
-        for name in reversed(self.schedules):
+        for name in reversed(self.schedules) if self._least_seconds <= at_most else ():
             found = self._choice(limit, name, at_most, better_than=best)
             best = best if found is None else min(best, found.step_seconds)
         return best
@@ -141,7 +149,7 @@ class StageSearch:
     def _of_equal_devices(self, limit: int, at_most: float) -> list[TimedChoice]:
         made, most = list[TimedChoice](), UNSURE * at_most
         for size in self._sizes:
-            found = [(self._choice(limit, name, most, size), name) for name in self.schedules]
+            found = [(self._choice(limit, name, most, size), name) for name in self._tried(limit)]
             several = [self._timed(x, name, limit) for x, name in found if x is not None]
             made += sorted(several, key=lambda timed: timed.seconds)[:1]
         fitting = (timed for timed in made if timed.seconds <= at_most)
@@ -186,7 +194,7 @@ class StageSearch:
         The gradients of weights come last then: until they do, what one unit after the other works
         with is there for all of them, as much as in the way that needs least.
         """
-        flight, count = _in_flight(schedule), self.num_microbatches
+        flight, count = in_flight_by(schedule), self.num_microbatches
         for place, (start, stop, size, option) in enumerate(stages):
             runs = (way[start:stop] for way in self.ways[size])
             working = ([x.bytes_working for x in run] for run in runs)
@@ -214,7 +222,7 @@ class StageSearch:
         self, choice: StageChoice, schedule: str, limit: int
     ) -> tuple[StageChoice, float]:
         options = self._options[schedule in HIDES_TRANSFERS]
-        flight = _in_flight(schedule)
+        flight = in_flight_by(schedule)
 
         def fitting(start: int, stop: int, size: int, from_the_end: int) -> list[StageOption]:
             flying = min(flight(from_the_end), self.num_microbatches)
@@ -234,7 +242,7 @@ class StageSearch:
         for place, stage in enumerate(choice.stages):
             before = self.crossing[stage.start - 1] if stage.start else 0
             received = math.ceil(before / stage.num_devices)
-            flight = _in_flight(schedule)(len(choice.stages) - place)
+            flight = in_flight_by(schedule)(len(choice.stages) - place)
             seconds: dict[tuple[int, ...], float] = {}
             size = stage.num_devices
             for mesh, way in zip(self.meshes[size], self.ways[size], strict=True):
@@ -271,7 +279,7 @@ class StageSearch:
         choice = self._best(limit, schedule, min(at_most, better_than), sizes)
         if choice is None or len(choice.stages) < 2:
             return None
-        if self._are_alike:
+        if self.are_alike:
             regular = self._regular(limit, schedule, sizes)
             most = min(ABOUT_AS_GOOD * choice.step_seconds, at_most)
             if regular is not None and regular.step_seconds <= most:
@@ -279,7 +287,7 @@ class StageSearch:
         return choice
 
     @cached_property
-    def _are_alike(self) -> bool:
+    def are_alike(self) -> bool:
         """Whether there are many units, of few kinds."""
         kinds = min((len(set(way)) for ways in self.ways.values() for way in ways), default=0)
         return len(self.starts) >= max(MANY_UNITS, UNITS_OF_A_KIND * kinds)
@@ -289,7 +297,7 @@ class StageSearch:
         cuts = [0, *(stage.stop for stage in choice.stages)]
         is_even = len({stage.num_devices for stage in choice.stages}) == 1
         is_equal = cuts == equal_runs(len(self.starts), len(choice.stages))
-        return self._are_alike and is_even and is_equal
+        return self.are_alike and is_even and is_equal
 
     def _best(
         self, limit: int, schedule: str, at_most: float, sizes: Sequence[int]
@@ -301,7 +309,7 @@ class StageSearch:
             self.cluster.num_devices,
             num_microbatches=self.num_microbatches,
             memory_limit=limit,
-            in_flight=_in_flight(schedule),
+            in_flight=in_flight_by(schedule),
             at_most=at_most,
             early=self._early,
         )
@@ -325,7 +333,7 @@ class StageSearch:
                 continue
             cuts = equal_runs(len(self.starts), stages)
             runs = [(start, stop, size) for start, stop in itertools.pairwise(cuts)]
-            most = [_in_flight(schedule)(stages - place) for place in range(stages)]
+            most = [in_flight_by(schedule)(stages - place) for place in range(stages)]
             flights = [min(number, self.num_microbatches) for number in most]
             fitting = [
                 [
@@ -346,7 +354,6 @@ class StageSearch:
         return min(found, key=lambda choice: choice.step_seconds, default=None)
 
     def _own_seconds(self, option: StageOption) -> float:
-        """What a stage does in a step."""
         return self.num_microbatches * option.seconds + option.once_seconds
 
     def with_microbatches(self, count: int) -> StageSearch:
@@ -391,10 +398,3 @@ class StageSearch:
     def _seconds(self, size: int, moved: int) -> float:
         """Of a transfer of so many bytes from a mesh of this size."""
         return seconds_to_next(self.cluster, size, moved) if moved else 0.0
-
-
-def _in_flight(schedule: str) -> Callable[[int], int]:
-    """Microbatches in flight, by the number of stages from one to the last."""
-    return (
-        (lambda left: 2 * left - 1) if schedule in ("eager_1f1b", "zb_h2") else (lambda left: left)
-    )

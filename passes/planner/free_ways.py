@@ -27,3 +27,16 @@ class FreeWays(NamedTuple):
         """The meshes on which more may be planned than the kind that computes most."""
         meshes = sorted(self.planned, key=self.heaviest.__getitem__)[:MESHES_PRICED]
         return [m for m in meshes if self.heaviest[m] <= TOO_SLOW * self.heaviest[meshes[0]]]
+
+    def slower_with_twice(self, mesh: Mesh) -> float:
+        """How many times slower a mesh of twice the devices is than the quickest of as many.
+
+        By the one of half: that has half as many nodes, of which the first axis crosses as much
+        less.
+        """
+        first, *others = mesh
+        half = (*((first // 2,) if first > 2 or not others else ()), *others)
+        if first % 2 or half not in self.heaviest:
+            return 1.0
+        least, crosses = min(self.heaviest.values()), self.part.num_nodes > 1
+        return self.heaviest[half] / least if least and crosses else 1.0

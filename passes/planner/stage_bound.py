@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from autopar.passes.planner.auto_stages import MOST_CLOCKED, NEEDING
+from autopar.passes.planner.auto_stages import NEEDING, StageSearch
 from autopar.passes.planner.more_microbatches import WORTH_PRICING
-from autopar.passes.planner.stage_clock import StageWork, step_seconds
+from autopar.passes.planner.stage_clock import MOST_CLOCKED, StageWork, step_seconds
 from autopar.passes.planner.stage_costs import UnitCost, evenly
 from autopar.passes.planner.stages_within import WORTH_PLANNING
 
 FEW = 4  # times as many microbatches as stages: with more, stages of unequal work wait longer
 UNEVEN = 1.07  # times what they take with fewer, what equal ones would: by trials of random units
+INEXACT = 1.025  # times what stages may take, that the search finds of many units: by trials, too
 MIXED = 1.05  # times what is known: on such sizes there may be some of the stages, if on others too
 
 
@@ -25,7 +27,7 @@ class KnownElsewhere(NamedTuple):
     priced. Where it is not on every size, stages of several sizes may be quicker than those of one,
     and sizes are priced as well on which the bound is hardly above it. Where one is found that may
     be quicker, multiples of a later one that is not so are left: their devices send more. Both are
-    guesses.
+    guesses. What is worth pricing so is no more where stages of whole units are too slow.
     """
 
     seconds: float = math.inf
@@ -75,29 +77,76 @@ class KnownElsewhere(NamedTuple):
           count: microbatches with which the units were priced.
           schedules: by which stages are chosen.
         """
-        others = (
-            _least_seconds(total.with_rows(count / other), num_stages, other, schedules)
-            for other in self.counts
-            if other != count
-        )
-        own = _least_seconds(total, num_stages, count, schedules)
-        return min(own * WORTH_PLANNING, min(others, default=math.inf) * WORTH_PRICING)
+        is_clocked = num_stages <= MOST_CLOCKED and num_stages == int(num_stages)
+        clocked, least = list[tuple[float, float, _EqualStages]](), math.inf
+        for other, margin in self._margins(count).items():
+            rows = total.with_rows(count / other) if other != count else total
+            if not is_clocked:
+                least = min(least, margin * evenly(rows, num_stages, other))
+                continue
+            few = margin / UNEVEN if other <= FEW * num_stages else margin
+            stages = _EqualStages.of(rows, int(num_stages), other)
+            clocked.append((few * stages.least_seconds, few, stages))
+        for bound, margin, stages in sorted(clocked):
+            if bound < least:  # else no schedule is quicker
+                least = min(least, margin * stages.seconds(schedules))
+        return least
+
+    def beaten_with(
+        self, stages: StageSearch, counts: Sequence[int], limit: int = sys.maxsize
+    ) -> list[int]:
+        """Microbatches with which stages of whole units are quick enough to be planned or priced.
+
+        Of many units that are alike: of few others may be quicker than the search finds.
+
+        Args:
+          stages: the search with the microbatches that units were priced with.
+          counts: the numbers that are left.
+          limit: bytes that a device may hold.
+        """
+        margins = self._margins(stages.num_microbatches)
+        most = {count: INEXACT * self.seconds / margins[count] for count in counts}
+        return [x for x in counts if stages.with_microbatches(x).within(limit, most[x])]
+
+    def _margins(self, own: int) -> dict[int, float]:
+        """By numbers of microbatches, how many times less stages have to take than is known.
+
+        Their `own` is the one with which units were priced.
+        """
+        return {own: WORTH_PLANNING} | {x: WORTH_PRICING for x in self.counts if x != own}
 
 
-def _least_seconds(
-    total: UnitCost, num_stages: float, count: int, schedules: Sequence[str]
-) -> float:
-    """What a step takes in equal stages by the best schedule, as `StageSearch` has it.
+class _EqualStages(NamedTuple):
+    """What each of some equal stages does, and with how many microbatches."""
 
-    With few microbatches less: stages of unequal work may wait less than they.
-    """
-    if num_stages > MOST_CLOCKED or num_stages != int(num_stages):
-        return evenly(total, num_stages, count)
-    part, once = total.shared_by(int(num_stages)), total.once_seconds / num_stages
-    works = [StageWork(part.forward_seconds, part.backward_seconds, once, 0.0)] * int(num_stages)
-    chosen = {x for name in schedules for x in NEEDING[name]} if schedules[1:] else {*schedules}
-    seconds = min(step_seconds(name, works, count) for name in sorted(chosen))
-    return seconds / UNEVEN if count <= FEW * num_stages else seconds
+    num_microbatches: int
+    num_stages: int
+    work: StageWork
+
+    @classmethod
+    def of(cls, total: UnitCost, num_stages: int, count: int) -> _EqualStages:
+        """Stages that have an equal part of all units each."""
+        part, once = total.shared_by(num_stages), total.once_seconds / num_stages
+        work = StageWork(part.forward_seconds, part.backward_seconds, once, 0.0)
+        return cls(count, num_stages, work)
+
+    @property
+    def least_seconds(self) -> float:
+        """By any schedule: the last stage waits for the first forward passes of all others."""
+        each = self.work.forward + self.work.backward
+        waits = (self.num_stages - 1) * self.work.forward
+        return waits + self.num_microbatches * each + self.work.once
+
+    def seconds(self, schedules: Sequence[str]) -> float:
+        """What a step takes by the best schedule, as `StageSearch` has it."""
+        chosen = {x for name in schedules for x in NEEDING[name]} if schedules[1:] else {*schedules}
+        least = math.inf
+        if "1f1b" in chosen:  # others that do not divide the backward pass are no quicker then
+            chosen -= {"1f1b", "eager_1f1b"}
+            least = self.least_seconds + (self.num_stages - 1) * self.work.backward
+        works = [self.work] * self.num_stages
+        clocks = (step_seconds(name, works, self.num_microbatches) for name in sorted(chosen))
+        return min(least, min(clocks, default=math.inf))
 
 
 NOTHING_ELSEWHERE = KnownElsewhere()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from autopar.passes.schedules.schedule import Task, in_turns
 
 STEADY = 4
 """By the number of stages, after how many microbatches one is as the other."""
+MOST_CLOCKED = 32  # stages; of more, steps are long beside what stages wait
 KINDS = "F", "B", "W"
 
 
@@ -44,6 +45,13 @@ class _Turn(NamedTuple):
     kind: int
     waits_for: int
     link: int
+
+
+def in_flight_by(schedule: str) -> Callable[[int], int]:
+    """Microbatches in flight, by the number of stages from one to the last."""
+    return (
+        (lambda left: 2 * left - 1) if schedule in ("eager_1f1b", "zb_h2") else (lambda left: left)
+    )
 
 
 def step_seconds(schedule: str, works: Sequence[StageWork], num_microbatches: int) -> float:

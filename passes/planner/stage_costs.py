@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -61,6 +61,7 @@ class UnitCost(NamedTuple):
         return self._replace(
             seconds=times * self.seconds,
             forward_seconds=times * self.forward_seconds,
+            rowless_seconds=times * self.rowless_seconds,
             once_seconds=times * self.once_seconds,
         )
 
@@ -71,6 +72,24 @@ class UnitCost(NamedTuple):
             forward_seconds=self.forward_seconds / times,
             rowless_seconds=self.rowless_seconds / times,
             once_seconds=self.once_seconds / times,
+        )
+
+    def needing_at_most(self, other: UnitCost) -> UnitCost:
+        """The time with the memory of another plan, as far as that is less."""
+        return self._replace(
+            bytes_fixed=min(self.bytes_fixed, other.bytes_fixed),
+            bytes_per_microbatch=min(self.bytes_per_microbatch, other.bytes_per_microbatch),
+            bytes_working=min(self.bytes_working, other.bytes_working),
+            bytes_rowless=min(self.bytes_rowless, other.bytes_rowless),
+        )
+
+    def slowed_to(self, other: UnitCost) -> UnitCost:
+        """The memory with the time of another plan."""
+        return self._replace(
+            seconds=other.seconds,
+            forward_seconds=other.forward_seconds,
+            rowless_seconds=other.rowless_seconds,
+            once_seconds=other.once_seconds,
         )
 
     def with_rows(self, part: float) -> UnitCost:
@@ -197,3 +216,13 @@ def without_memory(ways: Sequence[tuple[Mesh, Way]]) -> list[tuple[Mesh, Way]]:
 def joined(way: Way) -> UnitCost:
     """Its units, one after the other."""
     return functools.reduce(UnitCost.joined, way, NOTHING)
+
+
+def busy_seconds(ways: Mapping[int, Sequence[Way]]) -> float:
+    """Of all devices together, for a microbatch: each unit on the submesh where these are least.
+
+    Args:
+      ways: for each size of submesh.
+    """
+    busy = ([size * x.seconds for x in way] for size, found in ways.items() for way in found)
+    return sum(map(min, zip(*busy, strict=True)))

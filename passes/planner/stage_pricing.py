@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -110,6 +111,8 @@ class _StagePricing:
             most_stages = self.cluster.num_devices // min(sizes)
             self.best = elsewhere.longest(self.split.num_microbatches, most_stages)
             costs.is_useless = lambda size, total: self._least_of(size, total) > elsewhere.seconds
+            if not self._may_be_quicker(sizes):
+                return
         passed = 0
         for size, may_fit in _hopeful_first(sizes, self._is_hopeful):
             if not may_fit and math.isfinite(self.best):
@@ -124,28 +127,64 @@ class _StagePricing:
             passed = 0
             yield size
 
+    def _may_be_quicker(self, sizes: Sequence[int]) -> bool:
+        """Whether stages of whole units on these submeshes may be quicker than what fits elsewhere.
+
+        As far as the kind of units that computes most tells, with any memory, then with what that
+        needs; and as all kinds tell that are planned with any memory. Few units tell nothing.
+        """
+        left, limit = sorted({self.split.num_microbatches, *self.elsewhere.counts}), sys.maxsize
+        for told in (self._least_ways, self._least_that_need, self._planned_that_need):
+            search = self._search_among({size: [*told(size).values()] for size in sizes})
+            if not search.are_alike:
+                return True
+            before, left = left, self.elsewhere.beaten_with(search, left, limit)
+            sizes = [size for size in sizes if self._is_hopeful(size)] if left else []
+            if not sizes or (left == before and limit < sys.maxsize):
+                break
+            # What casts in every microbatch needs less.
+            limit = self.costs.limit + self._again.kept_bytes // self.cluster.num_devices
+        return bool(sizes)
+
+    def _least_ways(self, size: int) -> Mapping[Mesh, Way]:
+        return self.costs.least_ways(size)
+
+    def _least_that_need(self, size: int) -> Mapping[Mesh, Way]:
+        return self.costs.least_ways(size, needs=True)
+
+    def _planned_that_need(self, size: int) -> Mapping[Mesh, Way]:
+        """The time of all units as they are planned with any memory, with the needs of one kind."""
+        need = self._least_that_need(size)
+        return {
+            mesh: tuple(map(UnitCost.slowed_to, need[mesh], way))
+            for mesh, way in self.costs.free_ways(size, self._longest_of(size))
+        }
+
     def _search(self, hoped: Collection[int] = ()) -> StageSearch:
         """The search among what is priced; on some submeshes as if plans needed no memory."""
-        finer = self.finer
-        alone = {
+        found = {
             size: [*with_halfway(ways), *(without_memory(ways) if size in hoped else ())]
             for size, ways in sorted(self.priced.items())
         }
-        ways = {
-            size: [(mesh, finer.shared_out(way)) for mesh, way in found]
-            for size, found in alone.items()
-        }
+        return dataclasses.replace(
+            self._search_among({size: [way for _, way in ways] for size, ways in found.items()}),
+            once=self._once if self.priced else (),
+            meshes={size: [mesh for mesh, _ in ways] for size, ways in found.items()},
+        )
+
+    def _search_among(self, ways: Mapping[int, Sequence[Way]]) -> StageSearch:
+        """The search among ways to run units on submeshes, with nothing sent once a step."""
+        finer = self.finer
         return StageSearch(
             starts=tuple(finer.starts),
             crossing=tuple(finer.crossing),
             inside=tuple(finer.inside),
-            once=self._once if self.priced else (),
-            ways={size: [way for _, way in found] for size, found in ways.items()},
+            once=(),
+            ways={size: [*map(finer.shared_out, found)] for size, found in ways.items()},
             num_microbatches=self.split.num_microbatches,
             cluster=self.cluster,
             remat=self.options.remat,
             schedules=_schedules(self.options),
-            meshes={size: [mesh for mesh, _ in found] for size, found in ways.items()},
             known=self.costed,
         )
 

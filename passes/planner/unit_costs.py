@@ -210,14 +210,28 @@ class UnitCosts:
             part = max(parts, default=1)
             totals = self.least_totals(part) if part > 1 else map(joined, ways)
             return [total.shared_by(size // part) for total in totals]
-        begun, heaviest = self._begin(size), self._heaviest
-        plans = (begun.planned[mesh][heaviest] for mesh in begun.quickest())
-        units = [self._time(heaviest, plan, begun.part).cost for plan in plans]
-        is_other = [kind != heaviest for kind in self._kinds]
-        others = (joined(tuple(itertools.compress(way, is_other))) for way in ways)
-        least = min(others, key=self._step_seconds)
-        often = len(is_other) - sum(is_other)
-        return [unit.often(often).joined(least.shared_by(size)) for unit in units]
+        return [*map(joined, self.least_ways(size).values())]
+
+    def least_ways(self, size: int, *, needs: bool = False) -> dict[Mesh, Way]:
+        """What each unit takes at the least in one of the ways to run them on so many devices.
+
+        The kind that computes most on quick meshes, others as a part of one device alone, with any
+        memory. None of the others is known where one device holds no unit. If asked for, with what
+        the first kind `needs` at the least: at the dearest price.
+        """
+        begun, heaviest, found = self._begin(size), self._heaviest, dict[Mesh, Way]()
+        alone = self._free_ways(1).ways.values() if self._begin(1).heaviest else ()
+        others = min(alone, key=lambda way: self._step_seconds(joined(way)), default=None)
+        units = [unit.shared_by(size) for unit in others or (NOTHING,) * len(self._kinds)]
+        for mesh in begun.quickest():
+            unit = self._time(heaviest, begun.planned[mesh][heaviest], begun.part)
+            known = unit.cost
+            if needs:
+                dear = self._at_price(size, mesh, heaviest, DEAREST)
+                known = unit.with_bytes.needing_at_most(self._cost(heaviest, dear, begun.part))
+            kinds = zip(self._kinds, units, strict=True)
+            found[mesh] = tuple(known if kind == heaviest else other for kind, other in kinds)
+        return found
 
     def least_seconds(self, size: int) -> float:
         """What a step takes on so many devices with any memory; infinite if they hold no unit."""
@@ -270,8 +284,9 @@ class UnitCosts:
         common = [mesh for mesh in meshes[0] if all(mesh in others for others in meshes)]
         if self._alike is not None:
             common = [mesh for mesh in self._alike.quickest(size) if mesh in common] or common
-        for mesh in sorted(common, key=lambda mesh: self._slower(size, mesh)):
-            slower = self._slower(size, mesh)
+        half = self._begun.get(size // 2)
+        slower_by = {mesh: half.slower_with_twice(mesh) if half else 1.0 for mesh in common}
+        for mesh, slower in sorted(slower_by.items(), key=lambda each: each[1]):
             if slower > HOPELESSLY_SLOW and made.heaviest:
                 made.heaviest[mesh] = slower * min(made.heaviest.values())
                 continue
@@ -283,18 +298,6 @@ class UnitCosts:
     def quickest(self, size: int) -> list[Mesh]:
         """The logical meshes of so many devices on which all kinds may be planned."""
         return self._begin(size).quickest()
-
-    def _slower(self, size: int, mesh: Mesh) -> float:
-        """How many times slower a mesh is than the quickest of as many devices, by one of half.
-
-        That has half as many nodes, of which the first axis crosses as much less.
-        """
-        known, (first, *others) = self._begun.get(size // 2), mesh
-        half = (*((first // 2,) if first > 2 or not others else ()), *others)
-        if known is None or first % 2 or half not in known.heaviest:
-            return 1.0
-        least, crosses = min(known.heaviest.values()), known.part.num_nodes > 1
-        return known.heaviest[half] / least if least and crosses else 1.0
 
     def _planned(self, ways: FreeWays, mesh: Mesh, kind: Kind) -> PlannedStage:
         """The plan of a kind on a mesh with any memory, of which the ways take note."""

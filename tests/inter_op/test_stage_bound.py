@@ -12,12 +12,19 @@ from inter_op.chained_layers import step
 
 import autopar
 from autopar.base.options import Options
-from autopar.passes.planner.auto_stages import StageSearch
+from autopar.passes.planner.auto_stages import NEEDING, StageSearch
 from autopar.passes.planner.layer_units import units_of
 from autopar.passes.planner.layout_search import LayoutSearch
 from autopar.passes.planner.more_microbatches import WORTH_PRICING, worth_trying
-from autopar.passes.planner.stage_bound import MIXED, NOTHING_ELSEWHERE, KnownElsewhere
-from autopar.passes.planner.stage_costs import NOTHING, UnitCost, evenly, joined
+from autopar.passes.planner.stage_bound import (
+    FEW,
+    MIXED,
+    NOTHING_ELSEWHERE,
+    UNEVEN,
+    KnownElsewhere,
+)
+from autopar.passes.planner.stage_clock import StageWork, step_seconds
+from autopar.passes.planner.stage_costs import NOTHING, UnitCost, busy_seconds, evenly, joined
 from autopar.passes.planner.stage_pricing import price_stages
 from autopar.passes.planner.stages_within import WORTH_PLANNING
 from autopar.passes.planner.unit_costs import UnitCosts
@@ -65,6 +72,47 @@ def test_the_bound_is_below_what_stages_are_expected_to_take(seed: int) -> None:
     for other in (2 * count, count // 2):
         known = KnownElsewhere(1.0, (other,)).least(joined(way), 16 / size, count, SCHEDULES)
         assert known <= within(found.with_microbatches(other)) * WORTH_PRICING
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_bound_is_what_a_clock_tells_of_equal_stages(seed: int) -> None:
+    """With no number of microbatches and by no schedule it is less."""
+    random = np.random.default_rng(seed)
+    seconds, number, own = random.uniform(1.0, 2.0), int(random.choice([2, 4, 16])), 16
+    total = UNIT._replace(seconds=seconds, forward_seconds=random.uniform(0.2, 0.7) * seconds)
+    counts = 4, 8, own, 64, 256
+    clocked = dict[int, float]()
+    for count in counts:
+        part = total.with_rows(own / count).shared_by(number)
+        work = StageWork(part.forward_seconds, part.backward_seconds, part.once_seconds, 0.0)
+        tried = (step_seconds(name, [work] * number, count) for name in NEEDING["eager_1f1b"])
+        few = count <= FEW * number
+        margin = WORTH_PLANNING if count == own else WORTH_PRICING
+        clocked[count] = margin * min(tried) / (UNEVEN if few else 1.0)
+    told = KnownElsewhere(1.0, counts).least(total, number, own, SCHEDULES)
+    assert told == pytest.approx(min(clocked.values()))
+
+
+@pytest.mark.parametrize("count", [4, 16, 64])
+def test_stages_take_no_less_than_keeps_devices_busy(count: int) -> None:
+    random = np.random.default_rng(count)
+    ways = {
+        size: [tuple(UNIT._replace(seconds=x / size) for x in random.uniform(0.5, 1.5, 16))]
+        for size in (1, 2, 4, 8)
+    }
+    search = dataclasses.replace(stages_of(ways[8][0], 8, count), ways=ways)
+    busy = count * busy_seconds(ways) / CLUSTER.num_devices
+    assert busy <= within(search)
+    assert search.within(FREE, 0.99 * busy) is None
+    assert math.isinf(search.bound(FREE, 0.99 * busy))
+
+
+def test_stages_of_many_units_are_told_by_a_search() -> None:
+    many = stages_of((UNIT,) * 32, 8, 16)
+    own = within(many)
+    assert many.are_alike and not stages_of((UNIT,) * 8, 8, 16).are_alike
+    assert KnownElsewhere(1.05 * own).beaten_with(many, [16], FREE) == [16]
+    assert KnownElsewhere(0.98 * own).beaten_with(many, [16], FREE) == []
 
 
 def test_sizes_are_priced_if_stages_may_be_quicker_on_one() -> None:
@@ -176,6 +224,22 @@ def test_the_likely_sizes_of_submesh_are_priced_first() -> None:
     price_stages(split, search.options, CLUSTER, said.append, likely=[4])
     sizes = [int(line.split()[-2]) for line in said if "costs of" in line]
     assert sizes[0] == 4 and sizes[1:] == sorted(sizes[1:]) != []
+
+
+def test_nothing_is_priced_where_stages_of_whole_units_are_slower() -> None:
+    """Though those that share units evenly are not."""
+    shapes = [jax.ShapeDtypeStruct((1024, 1024), "float32")] * 22
+    graph = trace(step, (shapes, jax.ShapeDtypeStruct((4096, 1024), "float32"))).graph
+    search = LayoutSearch.of(graph, Options(stages="auto"), CLUSTER, lambda message: None)
+    split, said = search.split(8, is_pipeline=True), list[str]()
+    everything = price_stages(split, search.options, CLUSTER, said.append)
+    assert everything is not None
+    promise, costs = within(everything), [line for line in said if "costs of" in line]
+    assert costs
+    for known, priced in ((promise * 1.1, True), (promise / 1.05, False)):
+        said.clear()
+        price_stages(split, search.options, CLUSTER, said.append, KnownElsewhere(known))
+        assert any("costs of" in line for line in said) == priced
 
 
 def test_what_is_quicker_than_all_that_is_known_is_found_as_without() -> None:
