@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,6 +34,9 @@ from autopar.passes.planner.stages_within import (
 )
 
 NEARLY = 1.05  # times the limit, what stages need that may fit if they are planned to the end
+# Times what stages take with any memory: those that are promised to take more may be quicker by
+# computing some values again, of which their search does not know. So they are planned first.
+SHORT_OF_MEMORY = 1.25
 REALIZED = 1.03  # times what is promised, what a planned step takes without that being a surprise
 
 
@@ -142,7 +146,8 @@ class AutomaticStages:
 
         With more microbatches where nothing fits, or where less of a bubble pays. Numbers of them
         are priced before stages are planned, and what promises most is planned first: then the
-        others need not be, mostly. Where it is known what one mesh lacks, stages are planned to
+        others need not be, mostly. Not before stages that memory makes slow, whose promise tells
+        little. Where it is known what one mesh lacks, stages are planned to
         their end only if they fit soon, or, where nothing does, if they nearly fit.
         """
         counts, last = self.counts(), None
@@ -150,8 +155,24 @@ class AutomaticStages:
         looked_at: tuple[int, list[int], float] | None = None
         nearly = list[tuple[int, PricedStages]]()
         promised = self.search.best_seconds
+
+        def plan(first: PricedStages, *, must_fit: bool) -> None:
+            nonlocal promised
+            assert first.first is not None
+            missed = list[int]()
+            asked = first.search, first.first, self.limit, self._planner(first.split, missed)
+            planned = pipelines_within(*asked, must_fit=must_fit)
+            made.extend(planned)
+            if must_fit and missed and min(missed) <= NEARLY * self.limit:
+                nearly.append((min(missed), first))
+            if any(candidate.fits for candidate in planned):
+                promised = min(promised, first.promise, seconds_of_best(planned))
+
         while True:
             if last is not None:
+                if last in waiting and not made and self._is_short(last):
+                    waiting.remove(last)
+                    plan(last, must_fit=self._knows_others(made))
                 left = [count for count in self.counts() if count not in tried]
                 hoped = min([promised, *(each.promise for each in waiting)])
                 known, looked_at = looked_at, (last.split.num_microbatches, left, hoped)
@@ -165,7 +186,7 @@ class AutomaticStages:
                 continue
             best = min(self.search.best_seconds, seconds_of_best(made) / REALIZED)
             waiting = [x for x in waiting if x.promise * WORTH_PLANNING < best]
-            must_fit = best < math.inf or bool(self.search.known.misfits)
+            must_fit = self._knows_others(made)
             if not waiting:
                 if best < math.inf or not nearly:
                     return made
@@ -173,12 +194,14 @@ class AutomaticStages:
                 waiting, nearly, must_fit = [first], [], False
             first = min(waiting, key=lambda each: each.promise)
             waiting.remove(first)
-            assert first.first is not None
-            missed = list[int]()
-            asked = first.search, first.first, self.limit, self._planner(first.split, missed)
-            planned = pipelines_within(*asked, must_fit=must_fit)
-            made += planned
-            if must_fit and missed and min(missed) <= NEARLY * self.limit:
-                nearly.append((min(missed), first))
-            if any(candidate.fits for candidate in planned):
-                promised = min(promised, first.promise)
+            plan(first, must_fit=must_fit)
+
+    def _knows_others(self, made: Sequence[PlannedStep]) -> bool:
+        """Whether something fits, or it is known what one mesh lacks."""
+        is_known = min(self.search.best_seconds, seconds_of_best(made)) < math.inf
+        return is_known or bool(self.search.known.misfits)
+
+    def _is_short(self, stages: PricedStages) -> bool:
+        """Whether memory makes stages so slow that computing values again may well be quicker."""
+        free = stages.search.within(sys.maxsize) if stages.first is not None else None
+        return free is not None and SHORT_OF_MEMORY * free[1] < stages.promise
