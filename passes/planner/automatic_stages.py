@@ -122,11 +122,16 @@ class AutomaticStages:
         return None
 
     def _likely_sizes(self, count: int) -> Sequence[int]:
-        """The devices of stages with so many microbatches, by what was priced last with others."""
+        """The devices of stages with so many microbatches, by what was priced last with others.
+
+        With nothing priced, those of a node: what stages take there says of smaller submeshes, on
+        which more stages need more memory together, whether they need be priced.
+        """
         known = [*self.search.known.stages.values()][-1:]
         longest = self.search.best_seconds
         found = [x.search.with_microbatches(count).within(self.limit, longest) for x in known]
-        return sorted({size for each in found if each for size in each[0].devices})
+        likely = {size for each in found if each for size in each[0].devices}
+        return sorted(likely) if known else [self.search.cluster.devices_per_node]
 
     def _planner(self, split: SplitStep, missed: list[int]) -> StagesPlanner:
         """What plans stages of a split step, and notes what those need that do not fit."""
@@ -176,7 +181,8 @@ class AutomaticStages:
                 left = [count for count in self.counts() if count not in tried]
                 hoped = min([promised, *(each.promise for each in waiting)])
                 known, looked_at = looked_at, (last.split.num_microbatches, left, hoped)
-                if looked_at != known:  # else there was none
+                # Else there was none, though it had to be no quicker.
+                if known is None or known[:2] != looked_at[:2] or hoped > known[2]:
                     counts = worth_trying(last.search, left, self.limit, hoped, last.promise)
             found = self._first_stages(counts)
             if found is not None:

@@ -12,6 +12,7 @@ from inter_op.chained_layers import step
 
 import autopar
 from autopar.base.options import Options
+from autopar.passes.planner import automatic_stages
 from autopar.passes.planner.auto_stages import NEEDING, StageSearch
 from autopar.passes.planner.layer_units import units_of
 from autopar.passes.planner.layout_search import LayoutSearch
@@ -224,6 +225,36 @@ def test_the_likely_sizes_of_submesh_are_priced_first() -> None:
     price_stages(split, search.options, CLUSTER, said.append, likely=[4])
     sizes = [int(line.split()[-2]) for line in said if "costs of" in line]
     assert sizes[0] == 4 and sizes[1:] == sorted(sizes[1:]) != []
+
+
+def test_stages_on_a_node_are_priced_first() -> None:
+    """Of smaller submeshes these say whether they need be."""
+    shapes = [jax.ShapeDtypeStruct((512, 512), "float32")] * 4
+    graph = trace(step, (shapes, jax.ShapeDtypeStruct((64, 512), "float32"))).graph
+    said = list[str]()
+    search = LayoutSearch.of(graph, Options(stages="auto"), CLUSTER, said.append)
+    assert search.promise_of_stages() < math.inf
+    assert next(x for x in said if "costs of" in x).endswith(" on 8 devices")
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_what_memory_makes_slow_is_planned_before_others_are_priced(
+    is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = [jax.ShapeDtypeStruct((512, 512), "float32")] * 4
+    graph = trace(step, (shapes, jax.ShapeDtypeStruct((64, 512), "float32"))).graph
+    options, said = Options(stages="auto", schedule="1f1b"), list[str]()
+    search = LayoutSearch.of(graph, options, CLUSTER, said.append)
+    monkeypatch.setattr(automatic_stages, "SHORT_OF_MEMORY", 0.5 if is_short else 1.25)
+    looked = list[bool]()
+
+    def noted(*asked: object) -> list[int]:
+        looked.append(any("planning stage" in line for line in said))
+        return []
+
+    monkeypatch.setattr(automatic_stages, "worth_trying", noted)
+    assert search.automatic_pipelines()
+    assert looked == [is_short]
 
 
 def test_nothing_is_priced_where_stages_of_whole_units_are_slower() -> None:
