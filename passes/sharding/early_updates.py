@@ -25,6 +25,8 @@ from autopar.passes.sharding.spmd_program import (
 def early_times(block: Block, times: Sequence[float]) -> list[float]:
     """When instructions run, where those of which new state is gathered run as soon as they can.
 
+    What these read that is made of arguments alone runs when it is first read.
+
     Args:
       block: the instructions.
       times: when each would run otherwise.
@@ -60,12 +62,11 @@ def early_times(block: Block, times: Sequence[float]) -> list[float]:
         found[number] = max((made.get(v, 0) for v in reads(instruction)), default=0)
         made.update(dict.fromkeys(writes(instruction), found[number]))
     first: dict[ShardedValue, float] = {}
-    for number in early:  # what is made of arguments, when it is read
-        instruction = instructions[number]
-        results = writes(instruction)
-        if updated.isdisjoint(results):
-            found[number] = min(first.get(v, times[number]) for v in results)
-        for value in reads(instruction):
+    of_arguments = {n for n in early if updated.isdisjoint(writes(instructions[n]))}
+    for number in range(len(instructions) - 1, -1, -1):
+        if number in of_arguments:  # when it is read
+            found[number] = min(first.get(v, times[number]) for v in writes(instructions[number]))
+        for value in reads(instructions[number]):
             first[value] = min(found[number], first.get(value, found[number]))
     return found
 

@@ -6,13 +6,18 @@ import math
 from collections.abc import Sequence
 
 from autopar.passes.sharding.layout import Layout, num_parts, replicated
+from autopar.passes.sharding.reshard import reshard_steps
 
 GATHERED_BYTES = 16 << 20
 """Of new state, from which a copy of all takes longer than one more exchange of parts."""
 
 
 def along_rows(
-    home: Layout, wanted: Layout, shape: Sequence[int], itemsize: int, mesh: Sequence[int]
+    known: Sequence[Layout],
+    wanted: Layout,
+    shape: Sequence[int],
+    itemsize: int,
+    mesh: Sequence[int],
 ) -> Layout | None:
     """The parts of a large array cut along its first dimension, where they are cut otherwise.
 
@@ -21,15 +26,21 @@ def along_rows(
     where devices exchange their parts first.
 
     Args:
-      home: how it lies.
+      known: how it lies, first as it was made.
       wanted: how it shall lie; None is returned unless that is whole.
       shape: of the whole array.
       itemsize: bytes of an element.
       mesh: the logical mesh.
     """
-    axes = tuple(axis for own in home.dims for axis in own)
+    if not known or wanted in known or known[0].in_host:
+        return None
+    home = known[0]
+    # The last axis of a dimension is the first that an exchange can take from it.
+    axes = tuple(axis for own in home.dims for axis in reversed(own))
     if home.partial or not axes or home.dims[0] or wanted != replicated(len(shape)):
         return None
     if math.prod(shape) * itemsize < GATHERED_BYTES or shape[0] % num_parts(axes, tuple(mesh)):
         return None
-    return home._replace(dims=(axes, *((),) * (len(shape) - 1)))
+    rows = home._replace(dims=(axes, *((),) * (len(shape) - 1)))
+    steps = reshard_steps(home, rows, tuple(mesh))
+    return rows if all(step.kind == "all-to-all" for step in steps) else None

@@ -18,6 +18,7 @@ from autopar.passes.sharding.loop_order import is_large_gather
 from autopar.passes.sharding.spmd_program import (
     Block,
     Compute,
+    Instruction,
     Relayout,
     ShardedValue,
     reads,
@@ -51,6 +52,8 @@ def gathers_in_time(
         place = first.get(instruction.target, 0) - GATHERS_AHEAD
         if place < 0 or not is_large_gather(instruction, mesh):
             continue
+        if _is_convolution(instructions[products[place + GATHERS_AHEAD]]):  # see `run_order`
+            continue
         source, time = instruction.source, products[place]
         before = _made_after(block, makers, source, time)
         if before is None or sources[source] > 1 or not moved.isdisjoint(before):
@@ -59,6 +62,13 @@ def gathers_in_time(
         early = EarlyGather(number, source, instruction.target, tuple(before))
         found.setdefault(time, []).append(early)
     return found
+
+
+def _is_convolution(instruction: Instruction) -> bool:
+    return (
+        isinstance(instruction, Compute)
+        and instruction.eqn.primitive.name == "conv_general_dilated"
+    )
 
 
 def _made_after(

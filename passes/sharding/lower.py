@@ -94,7 +94,7 @@ def lower(
             layout = context.layout(built.outputs[index])
         else:
             layout = without_partial(lowering.home(atom))
-        if label.alias is not None and rules.turns_gathers:
+        if label.alias is not None and rules.turns_gathers and isinstance(atom, Var):
             lowering.cut_along_rows(atom, layout)
         outputs.append(lowering.get(handed_on.get(index, atom), layout))
     instructions = tuple(lowering.instructions)
@@ -171,12 +171,13 @@ class _Lowering:
         self.define(wanted)
         return wanted
 
-    def cut_along_rows(self, atom: Atom, layout: Layout) -> None:
+    def cut_along_rows(self, atom: Var, layout: Layout) -> None:
         """Cut new state along its first dimension before it is gathered."""
-        home, shape, mesh = self.home(atom), aval_shape(atom), self.context.built.mesh
-        rows = along_rows(home, layout, shape, itemsize(atom.aval), mesh)
-        if rows is not None and isinstance(atom, Var):
-            self.versions[atom] = [self.get(atom, rows).layout]
+        known, mesh = self.versions.get(atom, []), self.context.built.mesh
+        rows = along_rows(known, layout, aval_shape(atom), itemsize(atom.aval), mesh)
+        if rows is not None:
+            self.get(atom, rows)
+            known.sort(key=lambda have: have != rows)
 
     def _copied(self, atom: Var, layout: Layout) -> Var:
         """A value of the hosts' memory on the devices: copied again after products and loops."""

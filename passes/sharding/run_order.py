@@ -89,14 +89,18 @@ def after_ties(block: Block, found: Mapping[int, Tie]) -> dict[int, int]:
     for time, tie in found.items():
         tied.update((v, min(time, tied.get(v, end))) for v in (tie.operand, *tie.results))
     needed = dict.fromkeys((v for v in block.outputs if not is_literal(v)), end)
+    early = {n: time for time, tie in found.items() for x in tie.gathers for n in x.before}
     for time in range(end - 1, -1, -1):
+        if time in early:  # it runs before what is moved to the tie
+            moved.pop(time, None)
         results = writes(instructions[time])
         if time in moved and not all(
             needed.get(v, end) >= moved[time] < tied.get(v, end) for v in results
         ):
             del moved[time]
         for value in reads(instructions[time]):
-            needed[value] = min(moved.get(time, time), needed.get(value, end))
+            at = early[time] - 1 if time in early else moved.get(time, time)
+            needed[value] = min(at, needed.get(value, end))
     return moved
 
 

@@ -40,7 +40,7 @@ def turned_images(
             continue
         if instruction.eqn.primitive.name in ELEMENTWISE:
             made.update(dict.fromkeys(map(held.root, writes(instruction)), time))
-        if not of_groups(instruction):
+        if not _of_groups(instruction):
             continue
         for value in map(held.root, reads(instruction)):
             if last.get(value, 0) > time:
@@ -48,7 +48,7 @@ def turned_images(
     return [*copied.values()]
 
 
-def of_groups(instruction: Compute) -> bool:
+def _of_groups(instruction: Compute) -> bool:
     """Whether a convolution makes the filters' gradients of many, as under `jax.vmap`."""
     eqn = instruction.eqn
     return is_filter_gradient(eqn) and eqn.params["feature_group_count"] > 1

@@ -19,7 +19,8 @@ class EarlyGather(NamedTuple):
       number: that of the gather.
       source: what is gathered.
       target: what is then there.
-      before: the numbers of the instructions that make the source and come later in the block.
+      before: the numbers of the instructions that make the source and come later in the block; they
+        run before what is waited for there.
     """
 
     number: int

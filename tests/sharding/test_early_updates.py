@@ -90,3 +90,39 @@ def test_gradients_are_not_all_there_at_the_end(monkeypatch: pytest.MonkeyPatch)
     early = peak()
     monkeypatch.setattr(moments, "early_times", lambda block, times: times)
     assert peak() - early >= (LAYERS - 3) * 4096 * 4096 * 2
+
+
+@pytest.mark.parametrize("method", ["zero1", "zero2"])
+def test_what_the_loss_reads_as_well_is_there(method: str) -> None:
+    """The cast of a weight and a scalar of the state, which updates read like the loss."""
+
+    def train_step(state: Any, x: Any) -> Any:
+        weights, means, count = state
+        scale = 1 / (1 + count)
+        casts = [w.astype(jnp.bfloat16) for w in weights]
+
+        def loss_fn(casts: Any) -> Any:
+            y = x.astype(jnp.bfloat16)
+            for w in casts:
+                y = jnp.tanh(y @ w)
+            return scale * jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+        loss, gradients = jax.value_and_grad(loss_fn)(casts)
+        means = [0.9 * m + scale * g for m, g in zip(means, gradients, strict=True)]
+        weights = [
+            w - 0.1 * m - 0.01 * c.astype(jnp.float32)
+            for w, m, c in zip(weights, means, casts, strict=True)
+        ]
+        return (weights, means, count + 1), loss
+
+    state, x = shapes(32, 64)
+    graph = graph_of(train_step, (*state, shaped()), x)
+    block = sharded(compiled(graph, method=method, microbatches=1)).block
+    times = [*map(float, range(len(block.instructions)))]
+    found = early_times(block, times)
+    assert found != times
+    order = sorted(range(len(times)), key=found.__getitem__)
+    place = {number: n for n, number in enumerate(order)}
+    made = {v: t for t, x in enumerate(block.instructions) for v in _writes(x)}
+    for time, instruction in enumerate(block.instructions):
+        assert all(place[made[v]] < place[time] for v in reads(instruction) if v in made)

@@ -15,6 +15,7 @@ from autopar.passes.sharding import gathered_state
 from autopar.passes.sharding.compiler_rules import CPU, RULES
 from autopar.passes.sharding.gathered_state import GATHERED_BYTES, along_rows
 from autopar.passes.sharding.layout import Layout, replicated
+from autopar.passes.sharding.reshard import reshard_steps
 
 LARGE = (2048, 4096)
 WHOLE = replicated(2)
@@ -26,8 +27,13 @@ def cut(*dims: tuple[int, ...]) -> Layout:
 
 def test_only_large_columns_become_rows() -> None:
     assert np.prod(LARGE) * 4 >= GATHERED_BYTES
-    assert along_rows(cut((), (0,)), WHOLE, LARGE, 4, (8,)) == cut((0,), ())
-    assert along_rows(cut((), (0, 1)), WHOLE, LARGE, 4, (2, 4)) == cut((0, 1), ())
+    assert along_rows([cut((), (0,))], WHOLE, LARGE, 4, (8,)) == cut((0,), ())
+    home, rows = cut((), (0, 1)), cut((1, 0), ())
+    assert along_rows([home], WHOLE, LARGE, 4, (2, 4)) == rows
+    steps = reshard_steps(home, rows, (2, 4))
+    assert [step.kind for step in steps] == ["all-to-all", "all-to-all"], "nothing is gathered"
+    assert along_rows([cut((), (0,)), WHOLE], WHOLE, LARGE, 4, (8,)) is None, "it is there"
+    assert along_rows([], WHOLE, LARGE, 4, (8,)) is None
     for home, wanted, shape, size in (
         (cut((0,), ()), WHOLE, LARGE, 4),  # rows already
         (WHOLE, WHOLE, LARGE, 4),  # nothing to gather
@@ -36,7 +42,7 @@ def test_only_large_columns_become_rows() -> None:
         (cut((), (0,)), WHOLE, (2049, 4096), 4),  # no equal parts
         (cut((), (0,))._replace(partial=((0, "sum"),)), WHOLE, LARGE, 4),
     ):
-        assert along_rows(home, wanted, shape, size, (8,)) is None
+        assert along_rows([home], wanted, shape, size, (8,)) is None
 
 
 def step(state: Any, x: Any) -> Any:

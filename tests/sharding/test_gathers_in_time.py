@@ -14,7 +14,7 @@ import autopar
 from autopar.passes.sharding import loop_order, moments, run_order
 from autopar.passes.sharding.compiler_rules import CPU, RULES
 from autopar.passes.sharding.gathers_in_time import GATHERS_AHEAD, gathers_in_time
-from autopar.passes.sharding.run_order import ties
+from autopar.passes.sharding.run_order import after_ties, ties
 from autopar.passes.sharding.spmd_program import Relayout, reads, writes
 from autopar.passes.sharding.waiting import is_product
 from sharding.steps import compiled, graph_of, shaped, sharded
@@ -112,3 +112,47 @@ def test_what_is_gathered_meanwhile_is_counted(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(run_order, "gathers_in_time", lambda *asked: {})
     monkeypatch.setattr(moments, "ties", run_order.ties)
     assert ahead - peak() >= 4096 * 4096 * 2
+
+
+def mixed_step(weights: Any, x: Any) -> Any:
+    """Weights that one product reads as they are, and another one cast and transposed."""
+
+    def loss_fn(weights: Any) -> Any:
+        casts = [w.astype(jnp.bfloat16) for w in weights]
+        y = x
+        for w, cast in zip(weights, casts, strict=True):
+            y = jnp.tanh(y @ w)
+            y = jnp.tanh(y.astype(jnp.bfloat16) @ cast.T).astype(jnp.float32)
+        return jnp.mean(jnp.square(y))
+
+    loss, gradients = jax.value_and_grad(loss_fn)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+
+@pytest.mark.parametrize("step", [train_step, mixed_step])
+def test_every_instruction_runs_once_after_what_it_reads(small: None, step: Any) -> None:
+    program = sharded(compiled(graph_of(step, *SHAPES), method="zero3", microbatches=1))
+    block = program.block
+    found = ties(block, program.mesh)
+    assert any(gather.before for tie in found.values() for gather in tie.gathers)
+    moved = after_ties(block, found)
+    there, ran = {*block.inputs}, list[int]()
+
+    def run(number: int) -> None:
+        assert there.issuperset(reads(block.instructions[number]))
+        there.update(writes(block.instructions[number]))
+        ran.append(number)
+
+    for number in range(len(block.instructions)):
+        if number in found:
+            for gather in found[number].gathers:
+                for place in gather.before:
+                    run(place)
+                    assert place not in moved
+            assert there.issuperset((found[number].operand, *found[number].results))
+        for place, after in moved.items():
+            if after == number:
+                run(place)
+        if number not in moved and number not in ran:
+            run(number)
+    assert sorted(ran) == [*range(len(block.instructions))]

@@ -103,9 +103,17 @@ def test_stacks_lie_as_they_are_written_down(monkeypatch: pytest.MonkeyPatch) ->
     assert told and all(len(shape) == 3 for shape in told), "the activations, no matrix"
 
 
-def test_only_large_slices_with_an_order_to_choose_are_told() -> None:
-    small, keys = jnp.zeros((2, 2, 2)), jax.random.split(jax.random.key(0), 8).reshape(2, 2, 2)
-    values = [small, keys, jnp.zeros((2, 2)), 1.0]
-    assert in_order(values, RULES[CPU]) == values
-    for value, found in zip(values[:3], in_order(values, RULES[GPU]), strict=False):
-        assert found is value
+def test_only_large_slices_with_an_order_to_choose_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cube, keys = jnp.zeros((2, 2, 2)), jax.random.split(jax.random.key(0), 8).reshape(2, 2, 2)
+    values = [cube, keys, jnp.zeros((2, 2))]
+
+    def told(rules: CompilerRules) -> list[bool]:
+        found = jax.make_jaxpr(lambda *own: in_order(own, rules))(*values).jaxpr
+        return [out is not own for own, out in zip(found.invars, found.outvars, strict=True)]
+
+    assert told(RULES[GPU]) == [False, False, False], "small"
+    monkeypatch.setattr(loop_carries, "STACKED_BYTES", 1)
+    assert told(RULES[GPU]) == [True, False, False]
+    assert told(RULES[CPU]) == [False, False, False]
