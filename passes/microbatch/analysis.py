@@ -287,7 +287,7 @@ def split(graph: Graph, analysis: Analysis) -> Microbatched:
     count = analysis.num_microbatches
     if not analysis.parts:
         made = rewrite(analysis.graph, analysis.phases, count)
-        if not made.loops:
+        if not made.loops and analysis.costs.prologue_flops + analysis.costs.epilogue_flops:
             raise nothing_divided(graph, count)
         return made
     parts = [rewrite(part.graph, part.phases, count) for part in analysis.parts]

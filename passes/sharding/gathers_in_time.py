@@ -3,9 +3,9 @@
 Where devices have few tokens, layers are quicker than the gathers of their weights, and XLA:GPU, to
 hide these, begins with the next layers': of a GPT of 12 unrolled layers with 1,024 tokens on each
 of eight H100s, by `zero3`, it gathered two of four weights of all layers before the first product.
-So a gather waits for what a product a few ones earlier reads, as FSDP limits how many gathers are
+So a gather waits for what a product two weights earlier reads, as FSDP limits how many gathers are
 under way (Zhao et al., "PyTorch FSDP", VLDB 2023): the network is busy while there is something to
-gather, and a device has no more than a layer too much.
+gather, and a device has no more than two weights too many.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from autopar.passes.sharding.spmd_program import (
 )
 from autopar.passes.sharding.waiting import EarlyGather
 
-GATHERS_AHEAD = 4
-"""Products that run while what the next one reads is gathered."""
+GATHERS_AHEAD = 2
+"""Weights that may be gathered while a product runs: those of so many later ones."""
 
 LONGEST_CHAIN = 4
 """Of instructions that make what is gathered of an argument: a cast, a transpose."""
@@ -38,28 +38,34 @@ def gathers_in_time(
 ) -> dict[int, list[EarlyGather]]:
     """By the number of the product with which they may begin, gathers of what later ones read."""
     instructions = block.instructions
-    first: dict[ShardedValue, int] = {}  # what products read, and which is the first that does
-    for place, time in enumerate(products):
-        for value in reads(instructions[time]):
-            first.setdefault(value, place)
+    gathers = {
+        x.target: number
+        for number, x in enumerate(instructions)
+        if isinstance(x, Relayout) and x.purpose == "parameter" and is_large_gather(x, mesh)
+    }
+    readers: list[int] = []  # the first products that read what is gathered, in order
+    places: dict[ShardedValue, int] = {}
+    for time in products:
+        new = [v for v in reads(instructions[time]) if v in gathers and v not in places]
+        if new:
+            places.update(dict.fromkeys(new, len(readers)))
+            readers.append(time)
     makers = {v: t for t, x in enumerate(instructions) for v in writes(x)}
     sources = Counter(x.source for x in instructions if isinstance(x, Relayout))
     found: dict[int, list[EarlyGather]] = {}
     moved: set[int] = set()
-    for number, instruction in enumerate(instructions):
-        if not isinstance(instruction, Relayout) or instruction.purpose != "parameter":
+    for target, place in places.items():
+        number, begin = gathers[target], place - GATHERS_AHEAD
+        if begin < 0 or _is_convolution(instructions[readers[place]]):  # see `run_order`
             continue
-        place = first.get(instruction.target, 0) - GATHERS_AHEAD
-        if place < 0 or not is_large_gather(instruction, mesh):
-            continue
-        if _is_convolution(instructions[products[place + GATHERS_AHEAD]]):  # see `run_order`
-            continue
-        source, time = instruction.source, products[place]
+        instruction = instructions[number]
+        assert isinstance(instruction, Relayout)
+        source, time = instruction.source, readers[begin]
         before = _made_after(block, makers, source, time)
         if before is None or sources[source] > 1 or not moved.isdisjoint(before):
             continue
         moved.update(before)
-        early = EarlyGather(number, source, instruction.target, tuple(before))
+        early = EarlyGather(number, source, target, tuple(before))
         found.setdefault(time, []).append(early)
     return found
 

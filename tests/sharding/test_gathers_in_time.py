@@ -102,16 +102,22 @@ def test_the_numbers_stay(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_gathered_meanwhile_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [shaped(4096, 4096)] * LAYERS, shaped(64, 4096)
-    cluster = autopar.Cluster.preset("dgx-h100")
+    asked: dict[str, Any] = {"method": "zero3", "microbatches": 1, "batch_argnums": (1,)}
+
+    def infer(weights: Any, x: Any) -> Any:
+        y = x.astype(jnp.bfloat16)
+        for w in weights:
+            y = jnp.tanh(y @ w.astype(y.dtype))
+        return y
 
     def peak() -> int:
-        plan = autopar.plan(train_step, *shapes, cluster=cluster, method="zero3", microbatches=1)
+        plan = autopar.plan(infer, *shapes, cluster=autopar.Cluster.preset("dgx-h100"), **asked)
         return plan.estimates.peak_bytes_per_device
 
     ahead = peak()
     monkeypatch.setattr(run_order, "gathers_in_time", lambda *asked: {})
     monkeypatch.setattr(moments, "ties", run_order.ties)
-    assert ahead - peak() >= 4096 * 4096 * 2
+    assert ahead - peak() >= 1.5 * 4096 * 4096 * 2, "two more weights, less their parts"
 
 
 def mixed_step(weights: Any, x: Any) -> Any:
