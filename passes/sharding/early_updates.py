@@ -17,6 +17,7 @@ from autopar.passes.sharding.spmd_program import (
     Instruction,
     Relayout,
     ShardedValue,
+    is_gather,
     reads,
     writes,
 )
@@ -72,6 +73,4 @@ def early_times(block: Block, times: Sequence[float]) -> list[float]:
 
 
 def _gathers_state(instruction: Instruction) -> bool:
-    if not isinstance(instruction, Relayout) or instruction.purpose != "state":
-        return False
-    return any(step.kind == "all-gather" for step in instruction.steps)
+    return is_gather(instruction) and instruction.purpose == "state"

@@ -9,9 +9,9 @@ from autopar.passes.sharding.spmd_program import (
     Block,
     Compute,
     Loop,
-    Relayout,
     ShardedValue,
     SpmdProgram,
+    is_gather,
     is_literal,
     local_bytes,
     reads,
@@ -39,13 +39,7 @@ def gathered_for_both(program: SpmdProgram) -> int:
 
 
 def _gathered(block: Block) -> set[ShardedValue]:
-    return {
-        x.target
-        for x in block.instructions
-        if isinstance(x, Relayout)
-        and x.purpose in _OF_STATE
-        and any(step.kind == "all-gather" for step in x.steps)
-    }
+    return {x.target for x in block.instructions if is_gather(x) and x.purpose in _OF_STATE}
 
 
 def _read_in_both(block: Block, values: Collection[ShardedValue]) -> Iterator[ShardedValue]:

@@ -41,7 +41,7 @@ def gathers_in_time(
     gathers = {
         x.target: number
         for number, x in enumerate(instructions)
-        if isinstance(x, Relayout) and x.purpose == "parameter" and is_large_gather(x, mesh)
+        if is_large_gather(x, mesh) and x.purpose == "parameter"
     }
     readers: list[int] = []  # the first products that read what is gathered, in order
     places: dict[ShardedValue, int] = {}

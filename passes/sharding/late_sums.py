@@ -53,6 +53,7 @@ from autopar.passes.sharding.spmd_program import (
     Loop,
     Relayout,
     ShardedValue,
+    is_gather,
     is_literal,
     local_bytes,
     reads,
@@ -120,7 +121,7 @@ def _after_gathers(block: Block, mesh: Sequence[int]) -> dict[int, int]:
     gathers = {
         number: local_bytes(x.target, mesh)
         for number, x in enumerate(block.instructions)
-        if isinstance(x, Relayout) and x.purpose == "state" and _is_gather(x)
+        if is_gather(x) and x.purpose == "state"
         if x.target not in computed_from
     }
     largest = max(gathers, key=gathers.__getitem__, default=None)
@@ -185,7 +186,7 @@ def are_late(
     products, awaited = weight_products(block)
     made = {held.root(v) for x in products for v in writes(x)}
     scattered = (made & _scattered(block, held)) - summed
-    gathered = {v for x in block.instructions if _is_gather(x) for v in writes(x)}
+    gathered = {v for x in block.instructions if is_gather(x) for v in writes(x)}
     late: set[ShardedValue] = set()
     found = []
     for number, instruction in enumerate(block.instructions):
@@ -218,12 +219,6 @@ def _scattered(block: Block, held: HeldValues[ShardedValue]) -> set[ShardedValue
     return {held.root(x.source) for x in sums if any(s.kind == "reduce-scatter" for s in x.steps)}
 
 
-def _is_gather(instruction: Instruction) -> bool:
-    return isinstance(instruction, Relayout) and any(
-        step.kind == "all-gather" for step in instruction.steps
-    )
-
-
 def _depths(block: Block) -> list[int]:
     """By instruction: for how many gathers and loops it waits, one after the other."""
     deep: dict[ShardedValue, int] = {}
@@ -231,7 +226,7 @@ def _depths(block: Block) -> list[int]:
     for instruction in block.instructions:
         depth = max((deep.get(v, 0) for v in reads(instruction)), default=0)
         depth += isinstance(instruction, Loop)
-        deep.update(dict.fromkeys(writes(instruction), depth + _is_gather(instruction)))
+        deep.update(dict.fromkeys(writes(instruction), depth + is_gather(instruction)))
         found.append(depth)
     return found
 

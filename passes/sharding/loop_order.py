@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeGuard
 
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.sharding.spmd_program import (
@@ -12,6 +13,7 @@ from autopar.passes.sharding.spmd_program import (
     Loop,
     Relayout,
     ShardedValue,
+    is_gather,
     is_literal,
     local_bytes,
     reads,
@@ -36,7 +38,7 @@ def gathers_after_loops(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
             continue
         if not since.isdisjoint(reads(instruction)):
             since.update(writes(instruction))
-        elif isinstance(instruction, Relayout) and is_large_gather(instruction, mesh):
+        elif is_large_gather(instruction, mesh):
             found[time] = Tie(instruction.source, (after,), ())
     return found
 
@@ -101,11 +103,11 @@ def _left_products(between: Sequence[Instruction], loop: Loop) -> Iterator[Shard
                     yield from writes(turned[value]) if value in turned else (value,)
 
 
-def is_large_gather(relayout: Relayout, mesh: Sequence[int]) -> bool:
-    """Whether a relayout gathers much."""
-    is_gather = any(step.kind == "all-gather" for step in relayout.steps)
-    is_large = local_bytes(relayout.target, mesh) >= LARGE_BYTES
-    return is_gather and is_large and not is_literal(relayout.source)
+def is_large_gather(instruction: Instruction, mesh: Sequence[int]) -> TypeGuard[Relayout]:
+    """Whether devices gather much."""
+    if not is_gather(instruction) or is_literal(instruction.source):
+        return False
+    return local_bytes(instruction.target, mesh) >= LARGE_BYTES
 
 
 def _is_transpose(instruction: Instruction) -> bool:

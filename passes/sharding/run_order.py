@@ -32,6 +32,7 @@ from autopar.passes.sharding.spmd_program import (
     Loop,
     Relayout,
     ShardedValue,
+    is_gather,
     is_literal,
     local_bytes,
     reads,
@@ -123,7 +124,7 @@ def _filters_on_time(block: Block, mesh: Sequence[int], products: Sequence[int])
     if not convolved:
         return found
     for time, instruction in enumerate(instructions):
-        if not isinstance(instruction, Relayout) or not is_large_gather(instruction, mesh):
+        if not is_large_gather(instruction, mesh):
             continue
         place = convolved.get(instruction.target, 0) - PRODUCTS_AHEAD
         if place >= 0 and products[place] < time:
@@ -146,7 +147,7 @@ def _products_in_order(
     ranks: dict[ShardedValue, int] = {}  # of what may be held back without a copy: least is best
     found: dict[int, Tie] = {}
     gathers = gathers_in_time(block, mesh, products)
-    gathered = {x.target for x in instructions if isinstance(x, Relayout) and _is_parameter(x)}
+    gathered = {x.target for x in instructions if is_gather(x) and x.purpose == "parameter"}
     due: list[EarlyGather] = []
     results: list[ShardedValue] = []
     sources: list[ShardedValue] = []
@@ -196,10 +197,6 @@ def _products_in_order(
             else:
                 results.append(result)
     return found
-
-
-def _is_parameter(relayout: Relayout) -> bool:
-    return relayout.purpose == "parameter"
 
 
 def _added_to_inputs(
@@ -310,9 +307,8 @@ def products_left(block: Block, mesh: Sequence[int]) -> list[Instruction]:
     for instruction in reversed(block.instructions):
         if found and instruction is found[0]:
             break
-        if isinstance(instruction, Relayout) and instruction.purpose == "state":
-            is_gather = any(step.kind == "all-gather" for step in instruction.steps)
-            gathered += local_bytes(instruction.target, mesh) if is_gather else 0
+        if is_gather(instruction) and instruction.purpose == "state":
+            gathered += local_bytes(instruction.target, mesh)
     made = sum(local_bytes(v, mesh) for x in found for v in writes(x))
     return found if 2 * gathered >= made else []
 

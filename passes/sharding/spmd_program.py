@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax.numpy as jnp
 from jax.extend.core import DropVar, JaxprEqn, Literal
@@ -213,6 +213,13 @@ def readers_of(block: Block) -> defaultdict[ShardedValue, list[Instruction | Non
         if not is_literal(value):
             found[value].append(None)
     return found
+
+
+def is_gather(instruction: Instruction) -> TypeGuard[Relayout]:
+    """Whether devices gather something."""
+    return isinstance(instruction, Relayout) and any(
+        step.kind == "all-gather" for step in instruction.steps
+    )
 
 
 def is_literal(version: ShardedValue) -> bool:
