@@ -6,6 +6,7 @@ each as it is: no pass has to find out again which of a program's scans is the l
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -161,6 +162,19 @@ class Microbatched:
         """What runs after the (last) loop."""
         last = self.phases[-1]
         return last.eqns if self.loop is not None and isinstance(last, WholePhase) else ()
+
+    def is_read_early(self, number: int) -> bool:
+        """Whether an input is read before the (last) loop ends; without a loop, at all."""
+        value = self.graph.jaxpr.invars[number]
+        after = set(map(id, self.epilogue))
+        early = (eqn for eqn in self.graph.jaxpr.eqns if id(eqn) not in after)
+        return any(value is x for eqn in early for x in eqn.invars)
+
+    def is_made_late(self, number: int) -> bool:
+        """Whether an output is there after a loop only."""
+        value = self.graph.jaxpr.outvars[number]
+        late = (loop.scan for loop in self.loops), self.epilogue
+        return any(value is x for eqn in itertools.chain(*late) for x in eqn.outvars)
 
     def with_eqns(self, eqns: Iterable[JaxprEqn]) -> Microbatched:
         """The same program with other equations outside of its loops, which are among them."""

@@ -32,8 +32,8 @@ from autopar.passes.planner.stage_choice import (
     best_stages,
 )
 from autopar.passes.planner.stage_clock import MOST_CLOCKED, StageWork, in_flight_by, step_seconds
-from autopar.passes.planner.stage_costs import Way, busy_seconds, equal_runs
-from autopar.passes.planner.stage_options import RangeTotals, StageTransfers
+from autopar.passes.planner.stage_costs import Way, busy_seconds, equal_runs, least_before
+from autopar.passes.planner.stage_options import OnceSent, RangeTotals, StageTransfers
 
 # Of many units, stages that are alike are taken where they are about as good: they are planned
 # once, and people can read them.
@@ -61,7 +61,7 @@ class StageSearch:
       starts: the layers at which units begin.
       crossing: what passes from each unit to the next, in bytes of one microbatch.
       inside: whether a stage that begins with a unit keeps what it receives beside all else.
-      once: what passes once a step: from which unit, to which, and bytes.
+      once: what passes once a step, in bytes.
       ways: for each size of submesh.
       num_microbatches: of the step.
       cluster: all devices.
@@ -74,7 +74,7 @@ class StageSearch:
     starts: tuple[int, ...]
     crossing: tuple[int, ...]
     inside: tuple[bool, ...]
-    once: tuple[tuple[int, int, int], ...]
+    once: tuple[OnceSent, ...]
     ways: dict[int, list[Way]]
     num_microbatches: int
     cluster: Cluster
@@ -311,18 +311,19 @@ class StageSearch:
             memory_limit=limit,
             in_flight=in_flight_by(schedule),
             at_most=at_most,
-            early=self._early,
+            early=self._hidden[0],
+            filled=self._hidden[1],
         )
 
     @cached_property
-    def _early(self) -> list[float]:
-        """By the unit with which a stage begins, the backward pass of those before, at the least.
+    def _hidden(self) -> tuple[list[float], list[float]]:
+        """By the unit with which a stage begins, the backward and forward passes of those before.
 
-        So much earlier than the first stage it is done with its microbatches.
+        At the least. So much earlier than the first stage it is done with its microbatches, and so
+        much later the first one comes there.
         """
-        ways = [way for ways in self.ways.values() for way in ways]
-        least = (min(unit.backward_seconds for unit in units) for units in zip(*ways, strict=True))
-        return list(itertools.accumulate(least, initial=0.0))
+        backward = least_before(self.ways, lambda unit: unit.backward_seconds)
+        return backward, least_before(self.ways, lambda unit: unit.forward_seconds)
 
     def _regular(self, limit: int, schedule: str, sizes: Sequence[int]) -> StageChoice | None:
         """The best of the choices whose stages have equally many units and devices."""
@@ -345,12 +346,8 @@ class StageSearch:
             ]
             if all(fitting):
                 chosen = [min(options, key=self._own_seconds) for options in fitting]
-                ranges = (StageRange(*run, x) for run, x in zip(runs, chosen, strict=True))
-                seconds = sum(x.seconds + x.hidden_seconds for x in chosen)
-                slowest = (self.num_microbatches - 1) * max(x.seconds for x in chosen)
-                early = (self._early[start] for start, _, _ in runs)
-                once = max(x.once_seconds - y for x, y in zip(chosen, early, strict=True))
-                found.append(StageChoice(tuple(ranges), seconds + slowest + once))
+                ranges = [StageRange(*run, x) for run, x in zip(runs, chosen, strict=True)]
+                found.append(StageChoice.of(ranges, self.num_microbatches, *self._hidden))
         return min(found, key=lambda choice: choice.step_seconds, default=None)
 
     def _own_seconds(self, option: StageOption) -> float:
@@ -386,7 +383,7 @@ class StageSearch:
                     [self._seconds(size, moved) for moved in self.crossing],
                     received,
                     [x * kept for x, kept in zip(received, self.inside, strict=True)],
-                    [(x, y, self._seconds(size, moved)) for x, y, moved in self.once],
+                    [x._replace(amount=self._seconds(size, x.amount)) for x in self.once],
                 )
                 for flag, key in keys.items():
                     made = totals.options(size, transfers, self.remat, is_hidden=flag)
@@ -395,6 +392,6 @@ class StageSearch:
                 found[flag][size] = self.known[key]
         return found
 
-    def _seconds(self, size: int, moved: int) -> float:
+    def _seconds(self, size: int, moved: float) -> float:
         """Of a transfer of so many bytes from a mesh of this size."""
         return seconds_to_next(self.cluster, size, moved) if moved else 0.0

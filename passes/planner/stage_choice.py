@@ -39,6 +39,8 @@ class StageOption:
       forward_seconds: the part of `seconds` that is the forward pass, the first time; nor at it.
       sent_seconds: what a microbatch sends to the next stage is on its way; `seconds` has it twice,
         there and back, but for what is hidden; nor at it.
+      awaited_seconds: from the beginning of a step until what the stage is sent once has arrived,
+        without which it cannot begin.
     """
 
     seconds: float
@@ -50,6 +52,7 @@ class StageOption:
     casts: bool = False
     forward_seconds: float = 0.0
     sent_seconds: float = 0.0
+    awaited_seconds: float = 0.0
 
     @property
     def work(self) -> StageWork:
@@ -57,7 +60,8 @@ class StageOption:
         own = self.seconds + self.hidden_seconds - 2 * self.sent_seconds
         backward = own - self.forward_seconds
         backward = backward if backward > HARDLY_ANY * own else 0.0
-        return StageWork(self.forward_seconds, backward, self.once_seconds, self.sent_seconds)
+        once, sent = self.once_seconds, self.sent_seconds
+        return StageWork(self.forward_seconds, backward, once, sent, self.awaited_seconds)
 
     def bytes_in_flight(self, microbatches: int) -> int:
         """Bytes per device with so many microbatches in flight."""
@@ -81,6 +85,7 @@ class StageOptions:
     casts: Floats
     forward_seconds: Floats
     sent_seconds: Floats
+    awaited_seconds: Floats
 
     def option(self, place: int, start: int, stop: int) -> StageOption:
         """One of the options of layers start to stop (half open)."""
@@ -94,6 +99,7 @@ class StageOptions:
             casts=bool(self.casts[place, start, stop]),
             forward_seconds=float(self.forward_seconds[place, start, stop]),
             sent_seconds=float(self.sent_seconds[place, start, stop]),
+            awaited_seconds=float(self.awaited_seconds[place, start, stop]),
         )
 
     def of_range(self, start: int, stop: int) -> list[StageOption]:
@@ -112,16 +118,26 @@ class StageOptions:
         return found
 
     def kind(
-        self, num_microbatches: int, in_flight: Callable[[int], int], late: Floats, most: float
+        self,
+        num_microbatches: int,
+        in_flight: Callable[[int], int],
+        late: Floats,
+        most: float,
+        filled: Sequence[float],
     ) -> StageKind:
-        """The stages as the search wants them, without those that are later than `most`."""
+        """The stages as the search wants them, without those that are later than `most`.
+
+        They wait for what they are sent once, but for the time in which those before them do the
+        first microbatch in any case.
+        """
         assert not np.isnan(self.seconds).any(), "an option without a cost"
         there = np.isfinite(self.seconds) & (late <= most)
         seconds = np.where(there, self.seconds, 0.0)
+        waits = np.maximum(self.awaited_seconds - np.asarray(filled)[:, None], 0.0)
         return StageKind(
             devices=self.devices,
             weight=1,
-            summed=np.where(there, seconds + self.hidden_seconds, np.inf),
+            summed=np.where(there, seconds + self.hidden_seconds + waits, np.inf),
             bottleneck=np.where(there, (num_microbatches - 1) * seconds, np.inf),
             bytes_fixed=self.bytes_fixed,
             bytes_per_microbatch=self.bytes_per_microbatch,
@@ -145,6 +161,22 @@ class StageChoice:
     stages: tuple[StageRange, ...]
     step_seconds: float
 
+    @classmethod
+    def of(
+        cls,
+        stages: Sequence[StageRange],
+        num_microbatches: int,
+        early: Sequence[float],
+        filled: Sequence[float],
+    ) -> StageChoice:
+        """Some stages, with what `best_stages` minimises."""
+        chosen = [(stage.start, stage.option) for stage in stages]
+        each = sum(x.seconds + x.hidden_seconds for _, x in chosen)
+        waits = sum(max(x.awaited_seconds - filled[start], 0.0) for start, x in chosen)
+        slowest = (num_microbatches - 1) * max(x.seconds for _, x in chosen)
+        late = max(x.once_seconds - early[start] for start, x in chosen)
+        return cls(tuple(stages), each + waits + slowest + late)
+
 
 class TimedChoice(NamedTuple):
     """Stages, by which schedule they were found, and the seconds of a step."""
@@ -163,12 +195,14 @@ def best_stages(
     in_flight: Callable[[int], int] | None = None,
     at_most: float = math.inf,
     early: Sequence[float] = (),
+    filled: Sequence[float] = (),
     gain: float = ENOUGH_GAIN,
 ) -> StageChoice | None:
     """The split into stages of least step time that uses all devices and fits; None without any.
 
     The step time is the sum over the stages of `seconds + hidden_seconds`, the largest over the
     stages of `(M - 1) * seconds`, and the largest of `once_seconds`, less what the stage is early.
+    And what stages wait for that they are sent once, less what they are filled after.
     Equally good choices: the one of fewest stages, then the first in the lexicographic order of
     (stop, num_devices, position of the option), stage by stage.
 
@@ -186,13 +220,15 @@ def best_stages(
       at_most: seconds of a step; splits that take longer are not looked for.
       early: by the layer with which a stage begins, how much earlier than the first one it is done
         with its microbatches; (): not at all.
+      filled: by the layer with which a stage begins, when the first microbatch comes there at the
+        least; (): at once.
       gain: by which part of a step the limit is lowered; the best plan may be as much better.
 
     >>> layers = np.triu(np.arange(7.0) - np.arange(7.0)[:, None])  # of stages from cut to cut
     >>> none = np.zeros((1, 7, 7))
     >>> def on(devices):
     ...     seconds = np.where(layers > 0, layers / devices, np.inf)[None]
-    ...     return StageOptions(devices, seconds, 100 * layers[None], none + 10, *[none] * 6)
+    ...     return StageOptions(devices, seconds, 100 * layers[None], none + 10, *[none] * 7)
     >>> best = best_stages([on(1), on(2)], 3, num_microbatches=4, memory_limit=450)
     >>> [stage[:3] for stage in best.stages], best.step_seconds
     ([(0, 2, 1), (2, 6, 2)], 10.0)
@@ -200,7 +236,8 @@ def best_stages(
     if not options:
         return None
     num_layers = options[0].seconds.shape[1] - 1
-    late = [x.late(early or [0.0] * (num_layers + 1)) for x in options]
+    nothing = [0.0] * (num_layers + 1)
+    late = [x.late(early or nothing) for x in options]
     successors = tuple(np.arange(cut + 1, num_layers + 1) for cut in range(num_layers + 1))
     best: StageChoice | None = None
     first: tuple[float, int, list[tuple[int, int, int]]] | None = None
@@ -210,7 +247,7 @@ def best_stages(
     at_least = _least_late(late)
     while once >= at_least:
         kinds = tuple(
-            x.kind(num_microbatches, flight, own, once)
+            x.kind(num_microbatches, flight, own, once, filled or nothing)
             for x, own in zip(options, late, strict=True)
         )
         problem = StageProblem(successors, kinds, num_devices, most, memory_limit=memory_limit)

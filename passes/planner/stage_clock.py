@@ -23,12 +23,14 @@ class StageWork(NamedTuple):
       backward: the backward pass, the gradients of weights included.
       once: when it is done with its microbatches.
       sent: what it sends to the next stage, or back from there, is on its way; stages go on then.
+      awaited: when it can begin, for what it is sent once arrives then.
     """
 
     forward: float
     backward: float
     once: float
     sent: float
+    awaited: float = 0.0
 
 
 class _Turn(NamedTuple):
@@ -79,7 +81,7 @@ def step_seconds(schedule: str, works: Sequence[StageWork], num_microbatches: in
     weights = [min(x.forward, x.backward / 2) if is_divided else 0.0 for x in works]
     seconds = [(x.forward, x.backward - w, w) for x, w in zip(works, weights, strict=True)]
     sent = [x.sent for x in works]
-    clock, ends = [0.0] * len(works), list[float]()
+    clock, ends = [x.awaited for x in works], list[float]()
     for stage, kind, waits_for, link in turns:
         start = clock[stage]
         if waits_for >= 0:

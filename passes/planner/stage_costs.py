@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -216,6 +216,15 @@ def without_memory(ways: Sequence[tuple[Mesh, Way]]) -> list[tuple[Mesh, Way]]:
 def joined(way: Way) -> UnitCost:
     """Its units, one after the other."""
     return functools.reduce(UnitCost.joined, way, NOTHING)
+
+
+def least_before(
+    ways: Mapping[int, Sequence[Way]], each: Callable[[UnitCost], float]
+) -> list[float]:
+    """By every unit, what those before it have of something at the least, in any way together."""
+    found = [way for some in ways.values() for way in some]
+    least = (min(map(each, units)) for units in zip(*found, strict=True))
+    return list(itertools.accumulate(least, initial=0.0))
 
 
 def busy_seconds(ways: Mapping[int, Sequence[Way]]) -> float:

@@ -19,6 +19,25 @@ from autopar.passes.planner.stage_costs import Way
 Array = NDArray[Any]
 
 
+class OnceSent(NamedTuple):
+    """What one unit sends to another one once a step.
+
+    Either its stage has it from the beginning, and that of the other unit cannot begin without; or
+    it is the result of all microbatches, with which the other stage goes on after its own ones.
+
+    Args:
+      source: the unit that sends it.
+      target: the unit for which it is.
+      amount: bytes, or the seconds that they are on their way.
+      is_awaited: whether the other stage cannot begin without it.
+    """
+
+    source: int
+    target: int
+    amount: float
+    is_awaited: bool
+
+
 class StageTransfers(NamedTuple):
     """What stages on submeshes of one size send and receive, by the units between which it passes.
 
@@ -26,13 +45,13 @@ class StageTransfers(NamedTuple):
       seconds: after each unit, of what a microbatch sends from there to the next stage.
       received: before each unit, bytes per device of what a microbatch receives there.
       kept: the same, where a stage that begins there keeps it beside what its units keep.
-      once: what is sent once a step: from which unit, to which, and the seconds.
+      once: what is sent once a step, in seconds.
     """
 
     seconds: Sequence[float]
     received: Sequence[int]
     kept: Sequence[int]
-    once: Sequence[tuple[int, int, float]]
+    once: Sequence[OnceSent]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +102,12 @@ class RangeTotals:
         there = np.array([*transfers.seconds[:-1], 0.0]) if units else np.zeros(0)
         both = np.broadcast_to(2 * there, (units, units))
         hidden = both if is_hidden else np.zeros((units, units))
-        apart = self._apart(transfers.once, units)
         received = np.broadcast_to(np.array(transfers.received)[:, None], (units, units))
+        awaited = np.zeros((units, units))
+        for sent in (x for x in transfers.once if x.is_awaited):
+            awaited += np.where(
+                _has(sent.target, units) & ~_has(sent.source, units), sent.amount, 0
+            )
         fixed = self.bytes_fixed + self.bytes_working
         each = self.bytes_per_microbatch + np.array(transfers.kept, np.int64)[:, None]
         # Computed again: the input stays, and the rest is there for one microbatch at a time.
@@ -101,7 +124,7 @@ class RangeTotals:
         count = len(seconds) // max(len(self.seconds), 1)
         found = {
             "seconds": np.maximum(seconds + (both - hidden), there),
-            "once_seconds": np.repeat(self.once_seconds + apart, count, axis=0),
+            "once_seconds": np.repeat(self._until_last(transfers.once), count, axis=0),
             "hidden_seconds": np.broadcast_to(hidden, seconds.shape),
             "bytes_fixed": fixed,
             "bytes_per_microbatch": each,
@@ -109,18 +132,32 @@ class RangeTotals:
             "casts": np.repeat(self.casts, count, axis=0),
             "forward_seconds": np.repeat(self.forward_seconds, count, axis=0),
             "sent_seconds": np.broadcast_to(there, seconds.shape),
+            "awaited_seconds": np.broadcast_to(awaited, seconds.shape),
         }
         return _by_cut(devices, _not_dominated(found))
 
-    @staticmethod
-    def _apart(once: Sequence[tuple[int, int, float]], units: int) -> Array:
-        """Seconds once a step of what passes between a unit inside a range and one outside."""
-        found = np.zeros((units, units))
-        first, last = np.indices((units, units))
-        for source, target, seconds in once:
-            inside = [(first <= unit) & (unit <= last) for unit in (source, target)]
-            found += np.where(inside[0] != inside[1], seconds, 0.0)
-        return found
+    def _until_last(self, once: Sequence[OnceSent]) -> Array:
+        """Seconds once a step after the microbatches: of a range's own, or of others that wait.
+
+        What it sends then is on its way, and the unit that it is for works on with it.
+        """
+        units = self.seconds.shape[1]
+        sent, after = np.zeros((units, units)), np.zeros_like(self.once_seconds)
+        for source, target, seconds, is_awaited in once:
+            if is_awaited:
+                continue
+            leaves = _has(source, units) & ~_has(target, units)
+            sent += np.where(leaves, seconds, 0.0)
+            own = self.once_seconds[:, target, target][:, None, None]
+            after = np.maximum(after, np.where(leaves, own, 0.0))
+        return np.maximum(self.once_seconds, sent + after)
+
+
+def _has(unit: int, units: int) -> Array:
+    """Which ranges have a unit, by their first and last one."""
+    first, last = np.indices((units, units))
+    found: Array = (first <= unit) & (unit <= last)
+    return found
 
 
 def _by_way(column: Sequence[Array]) -> Array:

@@ -24,6 +24,7 @@ from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_bound import NOTHING_ELSEWHERE, KnownElsewhere
 from autopar.passes.planner.stage_choice import StageOptions
 from autopar.passes.planner.stage_costs import Mesh, UnitCost, Way, with_halfway, without_memory
+from autopar.passes.planner.stage_options import OnceSent
 from autopar.passes.planner.unit_costs import UnitCosts
 from autopar.passes.slicing.stage_graphs import StageGraph
 
@@ -192,14 +193,17 @@ class _StagePricing:
         return self._search(hoped).bound(self.costs.limit, self.best)
 
     @cached_property
-    def _once(self) -> tuple[tuple[int, int, int], ...]:
-        """Bytes that are sent once a step, from which unit to which."""
-        sent = Counter[tuple[int, int]]()
-        for link in self.units.sliced(self.split).links:
-            if not link.per_microbatch:
+    def _once(self) -> tuple[OnceSent, ...]:
+        """What is sent once a step, in bytes; not what has all the time of a step for that."""
+        sent, stages = Counter[tuple[bool, int, int]](), self.units.sliced(self.split)
+        for link in (x for x in stages.links if not x.per_microbatch):
+            source, target = stages.graphs[link.source], stages.graphs[link.target]
+            is_awaited = target.step.is_read_early(link.target_input)
+            if is_awaited or source.step.is_made_late(link.source_output):
                 ends = self.finer.first_of(link.source), self.finer.first_of(link.target)
-                sent[ends] += link.bytes
-        return tuple((*ends, size) for ends, size in sorted(sent.items()))
+                sent[is_awaited, *ends] += link.bytes
+        found = sorted(sent.items())
+        return tuple(OnceSent(x, y, size, is_awaited) for (is_awaited, x, y), size in found)
 
     @cached_property
     def _again(self) -> _Casting:

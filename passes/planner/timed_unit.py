@@ -5,7 +5,6 @@ To count bytes takes as long as all else, and many plans of units are too slow f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +16,7 @@ from autopar.passes.schedules.flight import ONE_IN_FLIGHT
 from autopar.passes.sharding.batch_dims import BatchDims
 from autopar.passes.sharding.memory_rows import StageMemory
 from autopar.passes.sharding.spmd_program import Block, Instruction, Loop, Relayout
-from autopar.passes.slicing.stage_graphs import Layer, StageGraph
+from autopar.passes.slicing.stage_graphs import StageGraph
 
 
 @dataclass(frozen=True)
@@ -32,19 +31,14 @@ class TimedUnit:
     dims: BatchDims
 
     @classmethod
-    def of(
-        cls, stage: StageGraph, layers: Sequence[Layer], planned: PlannedStage, part: Cluster
-    ) -> TimedUnit:
+    def of(cls, stage: StageGraph, planned: PlannedStage, part: Cluster) -> TimedUnit:
         """What a unit takes.
 
         Args:
           stage: its graph.
-          layers: of which it is made.
           planned: the plan.
           part: the devices of its mesh.
         """
-        total = sum(layer.flops for layer in layers)
-        forward = sum(layer.forward_flops for layer in layers) / total if total else 0.0
         program, prices = planned.program, planned.costs(part)
         block, scan = program.block, None if stage.loop is None else stage.loop.scan
         loops = [x for x in block.instructions if isinstance(x, Loop) and x.eqn is scan]
@@ -52,10 +46,11 @@ class TimedUnit:
         outside = tuple(x for x in others if not _arrives(x, block))
         account = StageAccount.of(stage, program, StageMemory(ONE_IN_FLIGHT))
         inside, dims = account.loop_seconds(prices), planned.split.dims
+        forward = sum(prices.seconds(x.block) for x in account.loop if x.kind == "F")
         rowless = sum(prices.rowless_seconds(piece.block, dims) for piece in account.loop)
         cost = NOTHING._replace(
             seconds=inside,
-            forward_seconds=inside * forward,
+            forward_seconds=min(forward, inside),
             rowless_seconds=min(rowless, inside),
             once_seconds=prices.seconds(Block(block.inputs, outside, block.outputs)),
         )

@@ -384,8 +384,7 @@ class UnitCosts:
     def _time(self, kind: Kind, planned: PlannedStage, part: Cluster) -> TimedUnit:
         """What the typical unit of a kind takes by a plan; what it needs takes longer to count."""
         if id(planned) not in self._known:
-            run = self._runs[self.typical[kind]]
-            found = TimedUnit.of(self._graphs[kind], run, planned, part)
+            found = TimedUnit.of(self._graphs[kind], planned, part)
             self._known[id(planned)] = planned, found
         return self._known[id(planned)][1]
 

@@ -33,14 +33,23 @@ def plans(num_layers: int, num_devices: int, options: Options, start: int = 0) -
 
 
 def step_seconds(
-    plan: Plan, options: Options, num_microbatches: int, early: Sequence[float] = ()
+    plan: Plan,
+    options: Options,
+    num_microbatches: int,
+    early: Sequence[float] = (),
+    filled: Sequence[float] = (),
 ) -> float:
-    """Sum of the stages' times, the slowest one's other microbatches, the latest work once."""
+    """Sum of the stages' times, the slowest one's other microbatches, the latest work once.
+
+    And what stages wait for longer than for the first microbatch.
+    """
     chosen = [options[stage[:3]][stage.option] for stage in plan]
     slowest = (num_microbatches - 1) * max(one.seconds for one in chosen)
     before = (early[stage.start] if early else 0.0 for stage in plan)
     late = max(one.once_seconds - own for one, own in zip(chosen, before, strict=True))
-    return sum(one.seconds for one in chosen) + slowest + late
+    begun = (filled[stage.start] if filled else 0.0 for stage in plan)
+    waits = sum(max(one.awaited_seconds - at, 0) for one, at in zip(chosen, begun, strict=True))
+    return sum(one.seconds for one in chosen) + waits + slowest + late
 
 
 def largest_bytes(plan: Plan, options: Options, in_flight: Callable[[int], int]) -> int:

@@ -81,6 +81,7 @@ def random_options(
                             bytes_fixed=(stop - start) * source.randint(0, 3),
                             bytes_per_microbatch=source.randint(0, 3),
                             once_seconds=source.choice([0, 0, source.randint(0, largest)]),
+                            awaited_seconds=source.choice([0, 0, source.randint(0, largest)]),
                         )
                     )
                 options[start, stop, size] = found
@@ -114,12 +115,13 @@ def test_equals_the_best_of_all_plans(
     source = random.Random(seed)
     each = [source.randint(0, largest) * is_early for _ in range(num_layers)]
     early = list(itertools.accumulate(each, initial=0.0))
+    filled = [x / 2 for x in early]
 
     def in_flight(from_the_end: int) -> int:
         return min(from_the_end, num_microbatches)
 
     def cost(plan: Plan) -> float:
-        return step_seconds(plan, options, num_microbatches, early)
+        return step_seconds(plan, options, num_microbatches, early, filled)
 
     fitting = [
         plan
@@ -135,6 +137,7 @@ def test_equals_the_best_of_all_plans(
         num_microbatches=num_microbatches,
         memory_limit=memory_limit,
         early=early,
+        filled=filled,
     )
     if not fitting:
         assert found is None

@@ -55,6 +55,32 @@ def test_prologue_loop_and_epilogue() -> None:
     assert "dot_general" not in outside and "scan" not in outside
 
 
+def test_when_inputs_are_read_and_outputs_are_there() -> None:
+    """Of what is kept, moments are read only after the loop; a scale does not change in a step."""
+
+    def step(state: Any, x: Any) -> Any:
+        def loss_fn(w: Any) -> Any:
+            return jnp.mean(jnp.tanh(x @ (w * state["scale"])) ** 2)
+
+        gradient = jax.grad(loss_fn)(state["w"])
+        moment = 0.9 * state["moment"] + gradient
+        return state["scale"], moment, state["w"] - moment
+
+    state = {"moment": np.zeros((4, 4), np.float32), "scale": np.float32(0.5)}
+    state["w"] = ARGUMENTS[0]["w"]
+    split_step = split(*analyzed(step, (state, ARGUMENTS[1]), COUNT))
+    early = {
+        str(info.path): split_step.is_read_early(number)
+        for number, info in enumerate(split_step.graph.inputs)
+    }
+    assert [early[name] for name in early if "moment" in name] == [False]
+    assert [early[name] for name in early if "moment" not in name] == [True] * 3
+    assert [split_step.is_made_late(number) for number in range(3)] == [False, True, True]
+    whole = split(*analyzed(step, (state, ARGUMENTS[1]), 1))
+    assert all(whole.is_read_early(number) for number in range(4))
+    assert not any(whole.is_made_late(number) for number in range(3))
+
+
 def test_gradients_are_added_up_as_soon_as_they_are_there() -> None:
     """The last layer's before the products of the first: no two of them wait for the loop's end."""
 

@@ -38,14 +38,15 @@ def times(
     num_stages: int,
     seconds: Mapping[str, Sequence[Any]],
     latency: Any = 0,
+    begins: Sequence[Any] = (),
 ) -> dict[TaskTuple, tuple[Any, Any]]:
-    """(start, end) of every task."""
+    """(start, end) of every task; a stage starts none before it `begins`."""
     home = {task[1]: mesh for mesh, tasks in enumerate(lists) for task in tasks}
     graph = waits(lists, num_stages)
     result: dict[TaskTuple, tuple[Any, Any]] = {}
     for task in graphlib.TopologicalSorter(graph).static_order():
-        start = max(
-            (result[w][1] + latency * (home[w[1]] != home[task[1]]) for w in graph[task]), default=0
-        )
+        after = (result[w][1] + latency * (home[w[1]] != home[task[1]]) for w in graph[task])
+        start = max(after, default=0)
+        start = max(start, begins[task[1]]) if begins else start
         result[task] = (start, start + seconds[task[0]][task[1]])
     return result
