@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autopar.passes.solver.interrupted import interruptible_call
 from autopar.passes.solver.model import INFINITE, Contradiction, Model
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ def solve_cp_sat(
     solver.parameters.random_seed = seed
     solver.parameters.max_time_in_seconds = max(0.01, time_limit - (time.monotonic() - start))
     solver.parameters.max_deterministic_time = max(0.0, work_limit / CP_SAT_SECONDS)
-    status = solver.solve(program)
+    solver.parameters.catch_sigint_signal = False
+    status = interruptible_call(lambda: solver.solve(program), solver.stop_search)
     chosen = None
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         chosen = {

@@ -24,6 +24,7 @@ import numpy as np
 
 from autopar.passes.solver.arrays import Floats
 from autopar.passes.solver.dual import Dual, Excesses, first_least
+from autopar.passes.solver.interrupted import interruptible_call
 from autopar.passes.solver.model import INFINITE
 from autopar.passes.solver.problem import Integers
 
@@ -300,8 +301,14 @@ def _solved(
 ) -> result_pb2.SolveResultProto:
     """The result, as a message, of what may take until the deadline."""
     from ortools.math_opt.python import mathopt
+    from ortools.util.python.solve_interrupter import SolveInterrupter
 
     if deadline < math.inf:
         parameters.time_limit = timedelta(seconds=max(0.001, deadline - time.monotonic()))
-    model = mathopt.Model.from_model_proto(program)
-    return mathopt.solve(model, solver, params=parameters).to_proto()
+    ending = SolveInterrupter()
+
+    def call() -> result_pb2.SolveResultProto:
+        model = mathopt.Model.from_model_proto(program)
+        return mathopt.solve(model, solver, params=parameters, interrupter=ending).to_proto()
+
+    return interruptible_call(call, ending.interrupt)

@@ -1,0 +1,107 @@
+"""Ctrl-C while a solver's C++ runs: it ends soon, and nothing swallows the interrupt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from solver_instances import grid
+
+from autopar.passes.solver import cp_sat, linear
+from autopar.passes.solver.arrays import flatten
+from autopar.passes.solver.dual import Dual
+from autopar.passes.solver.interrupted import interruptible_call
+from autopar.passes.solver.linear import Core
+from autopar.passes.solver.model import Model
+
+DEADLINE = 60.0  # seconds
+
+
+@pytest.fixture(autouse=True)
+def hears_ctrl_c() -> Iterator[None]:
+    """A shell that starts the suite in the background has the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def interrupted_once(is_there: Callable[[], bool]) -> Iterator[None]:
+    """Ctrl-C as soon as something is there, which has to raise."""
+
+    def press() -> None:
+        until = time.monotonic() + DEADLINE
+        while not is_there() and time.monotonic() < until:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        thread.join(DEADLINE)
+
+
+def test_what_is_asked_to_end_has_ended() -> None:
+    begun, asked, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def call() -> None:
+        begun.set()
+        assert asked.wait(DEADLINE)
+        ended.set()
+
+    with interrupted_once(begun.is_set):
+        interruptible_call(call, asked.set)
+    assert ended.is_set()
+
+
+def test_what_a_call_gives_or_raises_is_its_own() -> None:
+    never: Callable[[], Any] = lambda: pytest.fail("it was not interrupted")  # noqa: E731
+    assert interruptible_call(lambda: 3, never) == 3
+    with pytest.raises(ZeroDivisionError):
+        interruptible_call(lambda: 1 // 0, never)
+
+
+def test_in_another_thread_nothing_interrupts() -> None:
+    found: Future[threading.Thread] = Future()
+
+    def call() -> None:
+        found.set_result(interruptible_call(threading.current_thread, lambda: None))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert found.result(DEADLINE) is thread
+
+
+@pytest.mark.parametrize("solver", ["CP-SAT", "simplex"])
+def test_solvers_end_and_tell(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a program that takes them a while."""
+    model, running = Model(grid(24, 24, 8, seed=1, tightness=0.3)), threading.Event()
+    module = cp_sat if solver == "CP-SAT" else linear
+
+    def watched(call: Callable[[], Any], stop: Callable[[], object]) -> Any:
+        def began() -> Any:
+            running.set()
+            return call()
+
+        return interruptible_call(began, stop)
+
+    monkeypatch.setattr(module, "interruptible_call", watched)
+    if solver == "CP-SAT":
+        with interrupted_once(running.is_set):
+            cp_sat.solve_cp_sat(model, time_limit=DEADLINE)
+        return
+    dual = Dual(flatten(model))
+    core = Core(dual)
+    core.look()
+    with interrupted_once(running.is_set):
+        linear.relaxation(dual, *core.cheapest(10**9, None), time_limit=DEADLINE)
