@@ -299,16 +299,20 @@ def _solved(
     parameters: mathopt.SolveParameters,
     deadline: float,
 ) -> result_pb2.SolveResultProto:
-    """The result, as a message, of what may take until the deadline."""
+    """The result, as a message, of what may take until the deadline.
+
+    An interrupt waits for SCIP, whose interface takes none.
+    """
     from ortools.math_opt.python import mathopt
     from ortools.util.python.solve_interrupter import SolveInterrupter
 
     if deadline < math.inf:
         parameters.time_limit = timedelta(seconds=max(0.001, deadline - time.monotonic()))
     ending = SolveInterrupter()
+    heard = ending if solver != mathopt.SolverType.GSCIP else None
 
     def call() -> result_pb2.SolveResultProto:
         model = mathopt.Model.from_model_proto(program)
-        return mathopt.solve(model, solver, params=parameters, interrupter=ending).to_proto()
+        return mathopt.solve(model, solver, params=parameters, interrupter=heard).to_proto()
 
     return interruptible_call(call, ending.interrupt)
