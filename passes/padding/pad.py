@@ -29,7 +29,6 @@ from autopar.passes.padding.uneven import PaddedDims, kept_factors
 from autopar.passes.primitives.cuts import bind_with
 from autopar.passes.primitives.factor_rule import FactorRule, Rules, ValueFactors
 from autopar.passes.primitives.shardings import gather_picks, scatter_picks
-from autopar.passes.sharding.tied_dims import outermost
 
 Sizes = Mapping[int, int]
 """Padded dimensions of a value, with their sizes."""
@@ -101,9 +100,7 @@ class _Rewrite:
             if not kept:
                 return {}
             factors = values[place]
-            return {
-                d: n for d, n in self.sizes(atom).items() if outermost(rule, factors[d]) in kept
-            }
+            return {d: n for d, n in self.sizes(atom).items() if rule.outermost(factors[d]) in kept}
 
         taken = [known(rule.operands, i, atom) for i, atom in enumerate(eqn.invars)]
         made = [known(rule.results, i, var) for i, var in enumerate(eqn.outvars)]
@@ -233,7 +230,7 @@ def _neutral(
     """An operand, with what changes nothing where dimensions that are combined are padded."""
     array = value.array
     for dim, factors in enumerate(dims):
-        factor = outermost(rule, factors)
+        factor = rule.outermost(factors)
         if factor not in kept or rule.factors[factor].kind == "pass":
             continue
         kind = rule.factors[factor].kind
@@ -270,14 +267,14 @@ def _zero_results(
 ) -> list[bool]:
     """Whether the padding of each result is zero because that of operands is."""
     name = eqn.primitive.name
-    padded = {outermost(rule, dim) for value in rule.results for dim in value} & kept
+    padded = {rule.outermost(dim) for value in rule.results for dim in value} & kept
 
     def is_zero(place: int) -> bool:
         """Whether an operand is zero wherever the results are padded."""
         atom = eqn.invars[place]
         if isinstance(atom, Literal):
             return not np.any(np.asarray(atom.val))
-        held = {outermost(rule, dim) for dim in rule.operands[place]}
+        held = {rule.outermost(dim) for dim in rule.operands[place]}
         return operands[place].zero and padded <= held
 
     def is_finite(place: int) -> bool:
@@ -294,7 +291,7 @@ def _zero_results(
     elif name == "select_n":
         found = all(map(is_zero, places[1:]))
     elif name == "scatter-add":
-        held = {outermost(rule, dim) for dim in rule.operands[2]} & kept
+        held = {rule.outermost(dim) for dim in rule.operands[2]} & kept
         found = is_zero(0) and (not held or is_zero(2))
     elif name == "gather":  # what is out of bounds may be filled
         found = False

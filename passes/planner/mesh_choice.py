@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 from autopar.base.cluster import Cluster
@@ -203,13 +204,22 @@ def _plan_in_order(
     place: PlaceInPipeline,
     expected: ExpectedSeconds,
 ) -> list[PlannedStage]:
-    found = list[PlannedStage]()
-    for mesh in sorted(meshes, key=lambda mesh: expected.get(mesh, 0.0)):
+    found, left = list[PlannedStage](), list[Callable[[], PlannedStage]]()
+    order = sorted(meshes, key=lambda mesh: expected.get(mesh, 0.0))
+    for number, mesh in enumerate(order, start=1):
         fitting = [x for x in found if x.fits]
         best = min((x.step_seconds for x in fitting), default=math.inf)
         known = (x for x in fitting if 0 < expected.get(x.mesh, 0.0) < math.inf)
         wrong = min((x.step_seconds / expected[x.mesh] for x in known), default=0.0)
         if not wrong or ENOUGH_OF_LARGE * wrong * expected.get(mesh, 0.0) <= best:
             least = expected.get(mesh, 0.0) if expected.get(mesh) != math.inf else 0.0
-            found.append(plan_mesh(split, mesh, options, cluster, None, place, least))
-    return found
+            others = any(expected.get(x, 0.0) < math.inf for x in order[number:])
+            search = MeshSearch.of(split, mesh, options, cluster, None, place)
+            first = search.free()
+            if not first.fits:
+                left.append(partial(search.within, first, least))
+                first = search.within(first, least, is_only=not others)
+            found.append(first)
+    if any(x.fits for x in found) or place.must_fit or len(left) < 2:
+        return found
+    return [within() for within in left]

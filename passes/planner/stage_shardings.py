@@ -228,11 +228,14 @@ class MeshSearch:
             return (self.options.remat == "full",)
         return (False,) if self.place.at_once else (False, True)
 
-    def within(self, first: PlannedStage, expected: float = 0.0) -> PlannedStage:
+    def within(
+        self, first: PlannedStage, expected: float = 0.0, *, is_only: bool = True
+    ) -> PlannedStage:
         """The cheapest plan that fits, where the cheapest of all does not; or the smallest.
 
         Of a large stage, one is enough that takes hardly more than what is `expected`, or than with
-        any memory; and one that must fit is nothing if it does not at any price of memory.
+        any memory; and one that must fit is nothing if it does not at any price of memory, nor is
+        one beside which there are others that may.
         """
         ways = list[PlannedStage]()
         if self.place is not None and self.hurries:
@@ -249,7 +252,7 @@ class MeshSearch:
         if ways:
             ways += [*made, *(self.at_least_price(x) for x in made[1:] if not x.fits)]
             fitting = [x for x in ways if x.fits]
-            if not fitting and self.place is not None and self.place.must_fit:
+            if not fitting and self.place is not None and (self.place.must_fit or not is_only):
                 return replace(min(ways, key=lambda x: x.peak.bytes), unlimited=first)
             best = min(fitting, key=lambda x: x.step_seconds, default=first)
             if fitting and best.step_seconds * (1 - ENOUGH_AT_PRICES) <= first.least_seconds:

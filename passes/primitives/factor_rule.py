@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from jax.extend.core import JaxprEqn
 
@@ -45,6 +46,26 @@ class FactorRule:
     operands: tuple[ValueFactors, ...]
     results: tuple[ValueFactors, ...]
     inner: tuple[int, ...] = ()
+
+    @cached_property
+    def places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each factor where it is: numbers of operands, then results, and dimensions of it."""
+        found: list[list[tuple[int, int]]] = [[] for _ in self.factors]
+        for number, value in enumerate((*self.operands, *self.results)):
+            for dim, factors in enumerate(value):
+                for factor in dict.fromkeys(factors):
+                    found[factor].append((number, dim))
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def nested(self) -> frozenset[int]:
+        """The factors that are inside of another one, which is a real loop, in some dimension."""
+        dims = [dim for value in (*self.operands, *self.results) for dim in value]
+        return frozenset(f for dim in dims for f in dim if f != self.outermost(dim))
+
+    def outermost(self, dim: tuple[int, ...]) -> int | None:
+        """The outermost factor of a dimension that is a real loop."""
+        return next((f for f in dim if self.factors[f].size > 1), None)
 
     def __str__(self) -> str:
         def value(dims: ValueFactors) -> str:

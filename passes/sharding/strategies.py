@@ -72,10 +72,7 @@ def shape_of(rule: FactorRule, linear: LinearSets) -> Shape:
 
 def outer_factor(rule: FactorRule, value: ValueFactors, dim: int) -> int | None:
     """The outermost factor of a dimension that is a real loop."""
-    for factor in value[dim]:
-        if rule.factors[factor].size > 1:
-            return factor
-    return None
+    return rule.outermost(value[dim])
 
 
 def strategy(shape: Shape, choice: Choice, mesh: Sequence[int]) -> Strategy:

@@ -66,10 +66,7 @@ def tied_factors(eqn: JaxprEqn, rule: FactorRule) -> Iterator[int]:
     """Factors that are outermost wherever they occur, and pick no places or devices."""
     if any(is_key(atom.aval.dtype) for atom in (*eqn.invars, *eqn.outvars)):
         return
-    inner: set[int] = set()
-    for value in (*rule.operands, *rule.results):
-        for dim in value:
-            inner.update(f for f in dim if f != outermost(rule, dim))
+    inner = set(rule.nested)
     if eqn.primitive.name == "gather" or eqn.primitive.name in SCATTERS:
         inner.update(f for dim in rule.operands[1] for f in dim)
     if eqn.primitive.name == EXCHANGE:  # rows of any share go to any block
@@ -79,17 +76,13 @@ def tied_factors(eqn: JaxprEqn, rule: FactorRule) -> Iterator[int]:
             yield factor
 
 
-def outermost(rule: FactorRule, dim: tuple[int, ...]) -> int | None:
-    """The outermost factor of a dimension that is a real loop."""
-    return next((f for f in dim if rule.factors[f].size > 1), None)
-
-
 def places_of(eqn: JaxprEqn, rule: FactorRule, factor: int) -> Iterator[Place]:
     """The dimensions of an equation's operands and results that a factor is in."""
-    atoms = (*eqn.invars, *eqn.outvars)
-    for atom, value in zip(atoms, (*rule.operands, *rule.results), strict=True):
+    count = len(eqn.invars)
+    for number, dim in rule.places[factor]:
+        atom = eqn.invars[number] if number < count else eqn.outvars[number - count]
         if not isinstance(atom, Literal):
-            yield from ((atom, d) for d, factors in enumerate(value) if factor in factors)
+            yield atom, dim
 
 
 def _scan_ties(eqn: JaxprEqn) -> Iterator[tuple[list[Place], int]]:
