@@ -157,6 +157,36 @@ def seconds_to_next(cluster: Cluster, size: int, num_bytes: float) -> float:
     return sum(x.latency + num_bytes / x.bandwidth for x in links) / max(len(links), 1)
 
 
+def seconds_across(
+    cluster: Cluster, size: int, source: float, target: float, num_bytes: float
+) -> float:
+    """Seconds of a transfer between two in a row of meshes of `size` devices, beside no others.
+
+    Args:
+      cluster: all devices.
+      size: of each mesh.
+      source: where in the row it begins: 0.0 at the first mesh, 1.0 at the end of the last.
+      target: where it ends; if that is in the same mesh, in the next one.
+      num_bytes: each counted once.
+
+    >>> cluster = Cluster.preset("p3.16xlarge", nodes=2)
+    >>> [round(seconds_across(cluster, 4, 0.0, end, 10**9), 3) for end in (0.3, 0.9)]
+    [0.008, 0.32]
+    """
+    count = cluster.num_devices // size
+    if count < 2:
+        return seconds_to_next(cluster, size, num_bytes)
+    first, last = (min(int(place * count), count - 1) for place in (source, target))
+    if first == last:
+        last += 1 if last + 1 < count else -1
+    return _row_of_meshes(cluster, size).seconds(first, last, num_bytes)
+
+
+@functools.lru_cache(maxsize=256)
+def _row_of_meshes(cluster: Cluster, size: int) -> MeshLinks:
+    return MeshLinks(cluster, [size] * (cluster.num_devices // size))
+
+
 @functools.lru_cache(maxsize=256)
 def _links_to_next(cluster: Cluster, size: int) -> tuple[Link, ...]:
     """The links over which neighbours in a row of meshes send; none: there is only one."""

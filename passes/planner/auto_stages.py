@@ -23,6 +23,7 @@ from autopar.base.cluster import Cluster
 from autopar.base.transfer_costs import MeshLinks, seconds_to_next
 from autopar.passes.planner.layouts import ExpectedSeconds, StageLayout
 from autopar.passes.planner.moved_cuts import hardly_waits, moved_cuts
+from autopar.passes.planner.sent_once import OnceSent
 from autopar.passes.planner.stage_choice import (
     StageChoice,
     StageOption,
@@ -33,7 +34,7 @@ from autopar.passes.planner.stage_choice import (
 )
 from autopar.passes.planner.stage_clock import MOST_CLOCKED, StageWork, in_flight_by, step_seconds
 from autopar.passes.planner.stage_costs import Way, busy_seconds, equal_runs, least_before
-from autopar.passes.planner.stage_options import OnceSent, RangeTotals, StageTransfers
+from autopar.passes.planner.stage_options import RangeTotals, StageTransfers
 
 # Of many units, stages that are alike are taken where they are about as good: they are planned
 # once, and people can read them.
@@ -61,7 +62,7 @@ class StageSearch:
       starts: the layers at which units begin.
       crossing: what passes from each unit to the next, in bytes of one microbatch.
       inside: whether a stage that begins with a unit keeps what it receives beside all else.
-      once: what passes once a step, in bytes.
+      once: what passes once a step.
       ways: for each size of submesh.
       num_microbatches: of the step.
       cluster: all devices.
@@ -383,7 +384,7 @@ class StageSearch:
                     [self._seconds(size, moved) for moved in self.crossing],
                     received,
                     [x * kept for x, kept in zip(received, self.inside, strict=True)],
-                    [x._replace(amount=self._seconds(size, x.amount)) for x in self.once],
+                    [(x, x.seconds(self.cluster, size, len(self.starts))) for x in self.once],
                 )
                 for flag, key in keys.items():
                     made = totals.options(size, transfers, self.remat, is_hidden=flag)
@@ -392,6 +393,6 @@ class StageSearch:
                 found[flag][size] = self.known[key]
         return found
 
-    def _seconds(self, size: int, moved: float) -> float:
+    def _seconds(self, size: int, moved: int) -> float:
         """Of a transfer of so many bytes from a mesh of this size."""
         return seconds_to_next(self.cluster, size, moved) if moved else 0.0

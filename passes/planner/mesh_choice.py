@@ -66,7 +66,8 @@ def plan_on_any(
     A mesh whose cheapest program exceeds the memory and costs more than one that fits on another
     mesh is not planned within the limit; nor is one of a large stage that costs hardly less. Where
     it is known what a stage is `expected` to take, meshes are planned in that order, and not where
-    it is hardly less than with what fits.
+    it is hardly less than with what fits. One that fits at no price of memory is looked at further
+    when the others are known.
     """
     if expected:
         return _plan_in_order(split, meshes, options, cluster, place, expected)
@@ -204,7 +205,7 @@ def _plan_in_order(
     place: PlaceInPipeline,
     expected: ExpectedSeconds,
 ) -> list[PlannedStage]:
-    found, left = list[PlannedStage](), list[Callable[[], PlannedStage]]()
+    found, left = list[PlannedStage](), list[tuple[float, int, Callable[[], PlannedStage]]]()
     order = sorted(meshes, key=lambda mesh: expected.get(mesh, 0.0))
     for number, mesh in enumerate(order, start=1):
         fitting = [x for x in found if x.fits]
@@ -215,11 +216,13 @@ def _plan_in_order(
             least = expected.get(mesh, 0.0) if expected.get(mesh) != math.inf else 0.0
             others = any(expected.get(x, 0.0) < math.inf for x in order[number:])
             search = MeshSearch.of(split, mesh, options, cluster, None, place)
-            first = search.free()
-            if not first.fits:
-                left.append(partial(search.within, first, least))
-                first = search.within(first, least, is_only=not others)
-            found.append(first)
-    if any(x.fits for x in found) or place.must_fit or len(left) < 2:
-        return found
-    return [within() for within in left]
+            free = search.free()
+            found.append(free if free.fits else search.within(free, least, is_only=not others))
+            if others and not found[-1].fits and not place.must_fit:
+                within = partial(search.within, free, least)
+                left.append((max(least, free.least_seconds), len(found) - 1, within))
+    for least, place_of, again in sorted(left, key=lambda each: each[:2]):
+        best = min((x.step_seconds for x in found if x.fits), default=math.inf)
+        if ENOUGH_OF_LARGE * least <= best:
+            found[place_of] = again()
+    return found

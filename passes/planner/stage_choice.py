@@ -33,7 +33,8 @@ class StageOption:
       bytes_fixed: bytes per device that do not depend on the microbatches in flight.
       bytes_per_microbatch: bytes per device for each microbatch in flight.
       remat: whether the forward pass is computed again; the search does not look at it.
-      once_seconds: the time that the stage takes once a step (synchronisation, optimizer).
+      once_seconds: the time that the stage takes once a step (synchronisation, optimizer), or that
+        another one waits for what it is sent then and works on with.
       hidden_seconds: what a microbatch waits beside, while the stage works on another one.
       casts: whether parameters are cast in every microbatch; the search does not look at it.
       forward_seconds: the part of `seconds` that is the forward pass, the first time; nor at it.
@@ -202,7 +203,7 @@ def best_stages(
 
     The step time is the sum over the stages of `seconds + hidden_seconds`, the largest over the
     stages of `(M - 1) * seconds`, and the largest of `once_seconds`, less what the stage is early.
-    And what stages wait for that they are sent once, less what they are filled after.
+    And how long stages wait for what they are sent once, after their first microbatch is there.
     Equally good choices: the one of fewest stages, then the first in the lexicographic order of
     (stop, num_devices, position of the option), stage by stage.
 

@@ -13,29 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.passes.planner.sent_once import OnceSent
 from autopar.passes.planner.stage_choice import StageOptions
 from autopar.passes.planner.stage_costs import Way
 
 Array = NDArray[Any]
-
-
-class OnceSent(NamedTuple):
-    """What one unit sends to another one once a step.
-
-    Either its stage has it from the beginning, and that of the other unit cannot begin without; or
-    it is the result of all microbatches, with which the other stage goes on after its own ones.
-
-    Args:
-      source: the unit that sends it.
-      target: the unit for which it is.
-      amount: bytes, or the seconds that they are on their way.
-      is_awaited: whether the other stage cannot begin without it.
-    """
-
-    source: int
-    target: int
-    amount: float
-    is_awaited: bool
 
 
 class StageTransfers(NamedTuple):
@@ -45,13 +27,13 @@ class StageTransfers(NamedTuple):
       seconds: after each unit, of what a microbatch sends from there to the next stage.
       received: before each unit, bytes per device of what a microbatch receives there.
       kept: the same, where a stage that begins there keeps it beside what its units keep.
-      once: what is sent once a step, in seconds.
+      once: what passes once a step, with the seconds that it is on its way.
     """
 
     seconds: Sequence[float]
     received: Sequence[int]
     kept: Sequence[int]
-    once: Sequence[OnceSent]
+    once: Sequence[tuple[OnceSent, float]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,10 +86,8 @@ class RangeTotals:
         hidden = both if is_hidden else np.zeros((units, units))
         received = np.broadcast_to(np.array(transfers.received)[:, None], (units, units))
         awaited = np.zeros((units, units))
-        for sent in (x for x in transfers.once if x.is_awaited):
-            awaited += np.where(
-                _has(sent.target, units) & ~_has(sent.source, units), sent.amount, 0
-            )
+        for sent, arrives in transfers.once:
+            awaited += np.where(sent.crosses(units), arrives, 0.0) if sent.is_awaited else 0.0
         fixed = self.bytes_fixed + self.bytes_working
         each = self.bytes_per_microbatch + np.array(transfers.kept, np.int64)[:, None]
         # Computed again: the input stays, and the rest is there for one microbatch at a time.
@@ -136,28 +116,20 @@ class RangeTotals:
         }
         return _by_cut(devices, _not_dominated(found))
 
-    def _until_last(self, once: Sequence[OnceSent]) -> Array:
+    def _until_last(self, once: Sequence[tuple[OnceSent, float]]) -> Array:
         """Seconds once a step after the microbatches: of a range's own, or of others that wait.
 
-        What it sends then is on its way, and the unit that it is for works on with it.
+        What it sends then is on its way, and the unit at whose home it arrives works on with it.
         """
         units = self.seconds.shape[1]
         sent, after = np.zeros((units, units)), np.zeros_like(self.once_seconds)
-        for source, target, seconds, is_awaited in once:
-            if is_awaited:
-                continue
-            leaves = _has(source, units) & ~_has(target, units)
-            sent += np.where(leaves, seconds, 0.0)
-            own = self.once_seconds[:, target, target][:, None, None]
-            after = np.maximum(after, np.where(leaves, own, 0.0))
+        for each, seconds in once:
+            if not each.is_awaited:
+                leaves = each.crosses(units)
+                sent += np.where(leaves, seconds, 0.0)
+                own = self.once_seconds[:, each.home, each.home][:, None, None]
+                after = np.maximum(after, np.where(leaves, own, 0.0))
         return np.maximum(self.once_seconds, sent + after)
-
-
-def _has(unit: int, units: int) -> Array:
-    """Which ranges have a unit, by their first and last one."""
-    first, last = np.indices((units, units))
-    found: Array = (first <= unit) & (unit <= last)
-    return found
 
 
 def _by_way(column: Sequence[Array]) -> Array:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -20,11 +19,11 @@ from autopar.passes.graph.casts_again import casts_again
 from autopar.passes.planner.auto_stages import OptionsKey, StageSearch
 from autopar.passes.planner.layer_units import FinerUnits, Kind, Units, units_of
 from autopar.passes.planner.layouts import chunks_of
+from autopar.passes.planner.sent_once import OnceSent, sent_once
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_bound import NOTHING_ELSEWHERE, KnownElsewhere
 from autopar.passes.planner.stage_choice import StageOptions
 from autopar.passes.planner.stage_costs import Mesh, UnitCost, Way, with_halfway, without_memory
-from autopar.passes.planner.stage_options import OnceSent
 from autopar.passes.planner.unit_costs import UnitCosts
 from autopar.passes.slicing.stage_graphs import StageGraph
 
@@ -194,16 +193,7 @@ class _StagePricing:
 
     @cached_property
     def _once(self) -> tuple[OnceSent, ...]:
-        """What is sent once a step, in bytes; not what has all the time of a step for that."""
-        sent, stages = Counter[tuple[bool, int, int]](), self.units.sliced(self.split)
-        for link in (x for x in stages.links if not x.per_microbatch):
-            source, target = stages.graphs[link.source], stages.graphs[link.target]
-            is_awaited = target.step.is_read_early(link.target_input)
-            if is_awaited or source.step.is_made_late(link.source_output):
-                ends = self.finer.first_of(link.source), self.finer.first_of(link.target)
-                sent[is_awaited, *ends] += link.bytes
-        found = sorted(sent.items())
-        return tuple(OnceSent(x, y, size, is_awaited) for (is_awaited, x, y), size in found)
+        return sent_once(self.units.sliced(self.split), self.finer.first_of)
 
     @cached_property
     def _again(self) -> _Casting:

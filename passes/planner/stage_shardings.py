@@ -234,8 +234,8 @@ class MeshSearch:
         """The cheapest plan that fits, where the cheapest of all does not; or the smallest.
 
         Of a large stage, one is enough that takes hardly more than what is `expected`, or than with
-        any memory; and one that must fit is nothing if it does not at any price of memory, nor is
-        one beside which there are others that may.
+        any memory. What fits at no price of memory is nothing, if it must fit, or is not the only
+        mesh that is left to try.
         """
         ways = list[PlannedStage]()
         if self.place is not None and self.hurries:

@@ -48,7 +48,7 @@ class FactorRule:
     inner: tuple[int, ...] = ()
 
     @cached_property
-    def places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+    def dims_of_factors(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For each factor where it is: numbers of operands, then results, and dimensions of it."""
         found: list[list[tuple[int, int]]] = [[] for _ in self.factors]
         for number, value in enumerate((*self.operands, *self.results)):
@@ -59,7 +59,7 @@ class FactorRule:
 
     @cached_property
     def nested(self) -> frozenset[int]:
-        """The factors that are inside of another one, which is a real loop, in some dimension."""
+        """The factors that are not the outermost real loop of some dimension that they are in."""
         dims = [dim for value in (*self.operands, *self.results) for dim in value]
         return frozenset(f for dim in dims for f in dim if f != self.outermost(dim))
 

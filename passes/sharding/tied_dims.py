@@ -79,7 +79,8 @@ def tied_factors(eqn: JaxprEqn, rule: FactorRule) -> Iterator[int]:
 def places_of(eqn: JaxprEqn, rule: FactorRule, factor: int) -> Iterator[Place]:
     """The dimensions of an equation's operands and results that a factor is in."""
     count = len(eqn.invars)
-    for number, dim in rule.places[factor]:
+    assert (len(rule.operands), len(rule.results)) == (count, len(eqn.outvars))
+    for number, dim in rule.dims_of_factors[factor]:
         atom = eqn.invars[number] if number < count else eqn.outvars[number - count]
         if not isinstance(atom, Literal):
             yield atom, dim

@@ -15,34 +15,42 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+ASKED_EVERY = 0.05  # seconds; a solver that has not begun yet does not hear that it should end
+
 
 def interruptible_call(call: Callable[[], T], stop: Callable[[], object]) -> T:
     """What a call gives; an interrupt ends it.
 
     Args:
       call: runs in a thread of its own, unless this one is not interrupted anyway.
-      stop: asks it to end soon.
+      stop: asks it to end soon; is asked again until it has.
 
     Raises:
-      KeyboardInterrupt: it was interrupted, and has ended.
+      KeyboardInterrupt: it was interrupted, and has ended; with a second one while it is ending, it
+        may go on for a while.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
-    found: Future[T] = Future()
+    found, gives_up = Future[T](), threading.Event()
 
-    def run() -> None:
+    def run(found: Future[T]) -> None:
         try:
-            found.set_result(call())
+            if not gives_up.is_set():
+                found.set_result(call())
         except BaseException as error:
             found.set_exception(error)
 
-    thread = threading.Thread(target=run, name="solver", daemon=True)
-    thread.start()
+    thread = threading.Thread(target=run, args=(found,), name="solver", daemon=True)
     try:
-        return found.result()
+        thread.start()
+        made = found.result()
     except BaseException:
-        if not found.done():
+        gives_up.set()  # for a thread that has hardly begun
+        while thread.is_alive():
             stop()
+            thread.join(ASKED_EVERY)
         raise
     finally:
-        thread.join()
+        del found  # what it raises holds this frame, and so all that the call holds
+    thread.join()
+    return made

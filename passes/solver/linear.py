@@ -301,7 +301,7 @@ def _solved(
 ) -> result_pb2.SolveResultProto:
     """The result, as a message, of what may take until the deadline.
 
-    An interrupt waits for SCIP, whose interface takes none.
+    An interrupt waits for SCIP: with something to interrupt it, it writes errors to standard error.
     """
     from ortools.math_opt.python import mathopt
     from ortools.util.python.solve_interrupter import SolveInterrupter

@@ -18,6 +18,7 @@ from jax import lax
 
 from autopar.base.errors import UnknownPrimitiveWarning
 from autopar.passes.primitives import populate as populate_module
+from autopar.passes.primitives.factor_rule import Factor, FactorRule
 from autopar.passes.primitives.populate import populate
 from autopar.passes.primitives.shardy import parse
 
@@ -139,6 +140,18 @@ GOLDEN: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
 @pytest.mark.parametrize(("function", "shapes", "expected"), GOLDEN, ids=[g[2] for g in GOLDEN])
 def test_golden(function: Callable[..., Any], shapes: tuple[Any, ...], expected: str) -> None:
     assert rule(function, *shapes) == expected
+
+
+def test_where_factors_are() -> None:
+    """Heads are the outermost loop of the features that they are in; sizes of one are no loop."""
+    merged = FactorRule(
+        factors=tuple(Factor(size, "pass") for size in (8, 64, 1)),
+        operands=(((0, 1),), ((2,), (0,))),
+        results=(((2,), (0,), (1,)),),
+    )
+    assert merged.dims_of_factors == (((0, 0), (1, 1), (2, 1)), ((0, 0), (2, 2)), ((1, 0), (2, 0)))
+    assert [merged.outermost(dim) for dim in ((0, 1), (2, 0), (2,), ())] == [0, 0, None, None]
+    assert merged.nested == {1, 2}
 
 
 def test_a_scatter_into_what_is_not_zero_cannot_cut_its_updates() -> None:

@@ -6,11 +6,11 @@ import math
 import pytest
 
 import autopar
-from autopar.base.transfer_costs import seconds_to_next
+from autopar.base.transfer_costs import seconds_across
 from autopar.passes.planner.auto_stages import StageSearch
 from autopar.passes.planner.more_microbatches import doubled
+from autopar.passes.planner.sent_once import OnceSent
 from autopar.passes.planner.stage_costs import UnitCost, in_equal_stages
-from autopar.passes.planner.stage_options import OnceSent
 
 CLUSTER = autopar.Cluster.preset("p3.16xlarge", nodes=2)
 QUICK = UnitCost(1.0, 0.25, 0.2, 0.0, 40, 10, 20, 8)
@@ -86,28 +86,30 @@ def test_the_schedule_hides_transfers_where_more_microbatches_in_flight_fit() ->
 
 
 @pytest.mark.parametrize(
-    ("ends", "times", "is_awaited", "hidden"),
+    ("home", "others", "times", "is_awaited", "hidden"),
     [
         # The second stage has its first microbatch after 0.8 s, and is done 0.2 s before the first.
-        ((0, 3), 2, True, math.inf),
-        ((0, 3), 4, True, 0.8),
-        ((3, 0), 2, True, 0.0),
-        ((0, 3), 4, False, 0.0),
-        ((3, 0), 4, False, 0.2),
-        ((0, 1), 4, True, math.inf),
+        (0, (3,), 2, True, math.inf),
+        (0, (3,), 4, True, 0.8),
+        (0, (2, 3), 4, True, 0.8),  # once, for both
+        (3, (0,), 2, True, 0.0),
+        (0, (3,), 4, False, 0.2),
+        (0, (1, 2, 3), 4, False, 0.2),
+        (3, (0,), 4, False, 0.0),
+        (0, (1,), 4, True, math.inf),
     ],
 )
 def test_what_passes_once_a_step_is_waited_for_where_nothing_hides_it(
-    ends: tuple[int, int], times: int, is_awaited: bool, hidden: float
+    home: int, others: tuple[int, ...], times: int, is_awaited: bool, hidden: float
 ) -> None:
     """A weight that a later stage needs from the beginning, or a sum of all microbatches."""
     found = search(4, (QUICK._replace(forward_seconds=0.4),) * 4)
     found = dataclasses.replace(found, ways={8: found.ways[8]})
     free = found.within(10_000)
     assert free is not None and free[0].devices == (8, 8)
-    sent = seconds_to_next(CLUSTER, 8, times * 10**9)
+    sent = seconds_across(CLUSTER, 8, 0.0, 1.0, times * 10**9)
     assert 0.3 * times < sent < 0.4 * times
-    apart = dataclasses.replace(found, once=(OnceSent(*ends, times * 1e9, is_awaited),))
+    apart = dataclasses.replace(found, once=(OnceSent(home, others, times * 10**9, is_awaited),))
     tied = apart.within(10_000)
     assert tied is not None and tied[0] == free[0]
     assert tied[1] == pytest.approx(free[1] + max(sent - hidden, 0.0), rel=1e-5)
@@ -118,10 +120,10 @@ def test_who_is_sent_something_last_works_on_with_it() -> None:
     update = QUICK._replace(forward_seconds=0.4, once_seconds=0.5)
     found = search(4, (update,) * 4)
     found = dataclasses.replace(found, ways={8: found.ways[8]})
-    apart = dataclasses.replace(found, once=(OnceSent(3, 0, 4e9, is_awaited=False),))
+    apart = dataclasses.replace(found, once=(OnceSent(0, (3,), 4 * 10**9, is_awaited=False),))
     free, tied = found.within(10_000), apart.within(10_000)
     assert free is not None and tied is not None
-    own, last = 2 * 0.5, seconds_to_next(CLUSTER, 8, 4 * 10**9) + 0.5 - 0.2
+    own, last = 2 * 0.5, seconds_across(CLUSTER, 8, 0.0, 1.0, 4 * 10**9) + 0.5 - 0.2
     assert tied[1] == pytest.approx(free[1] - own + last, rel=1e-5)
 
 

@@ -145,6 +145,7 @@ def test_equals_the_best_of_all_plans(
         best = min(fitting, key=lambda plan: (cost(plan), order(plan)))
         assert found is not None
         assert found.step_seconds == cost(best)
+        assert StageChoice.of(found.stages, num_microbatches, early, filled) == found
         assert [stage[:3] for stage in found.stages] == [stage[:3] for stage in best]
         for stage, planned in zip(found.stages, best, strict=True):
             assert stage.option == options[planned[:3]][planned.option]

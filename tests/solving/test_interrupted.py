@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from ortools.math_opt.python import mathopt
+from ortools.sat.python import cp_model
 from solver_instances import grid
 
 from autopar.passes.solver import cp_sat, linear
@@ -84,24 +86,50 @@ def test_in_another_thread_nothing_interrupts() -> None:
 
 @pytest.mark.parametrize("solver", ["CP-SAT", "simplex"])
 def test_solvers_end_and_tell(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of a program that takes them a while."""
+    """In the middle of a program that takes them a while: they say that they were stopped."""
     model, running = Model(grid(24, 24, 8, seed=1, tightness=0.3)), threading.Event()
-    module = cp_sat if solver == "CP-SAT" else linear
+    module, given, asked = (cp_sat if solver == "CP-SAT" else linear), list[Any](), list[Any]()
 
     def watched(call: Callable[[], Any], stop: Callable[[], object]) -> Any:
         def began() -> Any:
             running.set()
-            return call()
+            given.append(call())
 
-        return interruptible_call(began, stop)
+        return interruptible_call(began, lambda: asked.append(stop()))
 
     monkeypatch.setattr(module, "interruptible_call", watched)
     if solver == "CP-SAT":
         with interrupted_once(running.is_set):
             cp_sat.solve_cp_sat(model, time_limit=DEADLINE)
+        assert asked and given[0] in (cp_model.UNKNOWN, cp_model.FEASIBLE)
         return
     dual = Dual(flatten(model))
     core = Core(dual)
     core.look()
     with interrupted_once(running.is_set):
         linear.relaxation(dual, *core.cheapest(10**9, None), time_limit=DEADLINE)
+    assert given[0].termination.limit == mathopt.Limit.INTERRUPTED.value
+
+
+def test_a_second_interrupt_does_not_wait() -> None:
+    begun, ends = threading.Event(), threading.Event()
+
+    def call() -> None:
+        begun.set()
+        assert ends.wait(DEADLINE)
+
+    with interrupted_once(begun.is_set):
+        interruptible_call(call, lambda: os.kill(os.getpid(), signal.SIGINT))
+    ends.set()
+
+
+def test_an_interrupt_before_a_call_has_begun_keeps_it_from_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Interrupted(threading.Thread):
+        def start(self) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading, "Thread", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        interruptible_call(lambda: pytest.fail("it began"), lambda: None)
