@@ -34,7 +34,6 @@ def plan_mesh(
     cluster: Cluster,
     allowed_in: Callable[[StrategyGraph], Allowed] | None = None,
     place: PlaceInPipeline | None = None,
-    expected: float = 0.0,
 ) -> PlannedStage:
     """The cheapest program that fits; if none does, the one that needs least memory.
 
@@ -46,11 +45,10 @@ def plan_mesh(
       allowed_in: restricts what the nodes may choose; None: nothing does.
       place: where it is a stage of a pipeline. With remat="auto", its forward pass is computed
         again where that is quicker than other shardings that fit.
-      expected: the seconds that are expected of it; a large stage that takes hardly more is enough.
     """
     search = MeshSearch.of(split, mesh, options, cluster, allowed_in, place)
     first = search.free()
-    return first if first.fits else search.within(first, expected)
+    return first if first.fits else search.within(first)
 
 
 def plan_on_any(
@@ -221,8 +219,8 @@ def _plan_in_order(
             if others and not found[-1].fits and not place.must_fit:
                 within = partial(search.within, free, least)
                 left.append((max(least, free.least_seconds), len(found) - 1, within))
-    for least, place_of, again in sorted(left, key=lambda each: each[:2]):
+    for least, number, again in sorted(left, key=lambda each: each[:2]):
         best = min((x.step_seconds for x in found if x.fits), default=math.inf)
         if ENOUGH_OF_LARGE * least <= best:
-            found[place_of] = again()
+            found[number] = again()
     return found

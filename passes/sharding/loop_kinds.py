@@ -33,7 +33,6 @@ from autopar.passes.sharding.batch_dims import (
     made_from_batch,
     made_from_state,
 )
-from autopar.passes.sharding.strategies import outer_factor
 from autopar.passes.sharding.tied_dims import Place, TiedDims, places_of, ties
 
 BATCH, STREAM, SEQUENCE, EXPERT, INNER = "batch", "stream", "sequence", "expert", "inner"
@@ -171,7 +170,7 @@ class _KindsWalk:
             deeper = dict(known)
             roots = {True: set[Place](), False: set[Place]()}  # of what is contracted, and is free
             for dim in range(len(own)):
-                factor = outer_factor(rule, own, dim)
+                factor = rule.outermost(own[dim])
                 root = self.dims.root((atom, dim))
                 if factor is None:
                     continue
@@ -193,7 +192,7 @@ class _KindsWalk:
         if self.is_weight(table) and self.batch_of(index):
             rule = self.rules[eqn]
             for dim in range(len(table.aval.shape)):
-                factor = outer_factor(rule, rule.operands[0], dim)
+                factor = rule.outermost(rule.operands[0][dim])
                 if factor is not None and rule.factors[factor].kind == "sum":
                     self.marks[self.dims.root((table, dim))].add(INNER)
 

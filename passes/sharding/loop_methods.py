@@ -42,7 +42,7 @@ from autopar.passes.sharding.loop_kinds import (
     label_loops,
     loop_kinds,
 )
-from autopar.passes.sharding.strategies import Shape, outer_factor
+from autopar.passes.sharding.strategies import Shape
 
 Allowed = tuple[frozenset[int] | None, ...]
 """For every mesh axis the factors that it may cut; None: any."""
@@ -69,7 +69,7 @@ class LoopMethod:
         atoms = (*eqn.invars, *eqn.outvars)
         for atom, value in zip(atoms, (*rule.operands, *rule.results), strict=True):
             for dim, kind in enumerate(self.of(atom)):
-                factor = outer_factor(rule, value, dim)
+                factor = rule.outermost(value[dim])
                 if kind and factor is not None:
                     factors[kind].add(factor)
         if eqn.primitive.name == BLOCK_PRODUCT:

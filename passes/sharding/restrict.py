@@ -54,7 +54,7 @@ from autopar.passes.sharding.loop_kinds import LoopKinds
 from autopar.passes.sharding.loop_methods import Allowed, LoopMethod
 from autopar.passes.sharding.pins import NO_PINS, Pins
 from autopar.passes.sharding.scopes import aval_shape, itemsize, value_bytes
-from autopar.passes.sharding.strategies import Shape, outer_factor
+from autopar.passes.sharding.strategies import Shape
 
 SCATTERED = ("zero2", *GATHERED_PARAMETERS)  # methods whose gradients are reduce-scattered
 TINY_SHARE = 1000  # a state leaf smaller than the whole state over this stays replicated,
@@ -181,7 +181,7 @@ class Restriction:
             factor
             for atom, value in zip((*eqn.invars, *eqn.outvars), values, strict=True)
             for dim in self.batch_dims(atom)
-            if (factor := outer_factor(shape.rule, value, dim)) is not None
+            if (factor := shape.rule.outermost(value[dim])) is not None
         }
         # Optimizers work on whole values in data parallelism; masks and random bits on any part.
         if not factors and (self.method != "data" or not self._reads_state(eqn)):

@@ -70,11 +70,6 @@ def shape_of(rule: FactorRule, linear: LinearSets) -> Shape:
     return Shape(rule, linear, tuple(outermost), tuple(inside.items()))
 
 
-def outer_factor(rule: FactorRule, value: ValueFactors, dim: int) -> int | None:
-    """The outermost factor of a dimension that is a real loop."""
-    return rule.outermost(value[dim])
-
-
 def strategy(shape: Shape, choice: Choice, mesh: Sequence[int]) -> Strategy:
     """The layouts that a valid choice implies."""
     rule = shape.rule
@@ -185,7 +180,7 @@ def produce(shape: Shape, result: int, layout: Layout, mesh: Sequence[int]) -> C
 def _take_dims(shape: Shape, value: ValueFactors, layout: Layout, mesh: Sequence[int]) -> list[int]:
     picked = [REPLICATE] * len(mesh)
     for dim, axes in enumerate(layout.dims):
-        factor = outer_factor(shape.rule, value, dim)
+        factor = shape.rule.outermost(value[dim])
         if factor is None or not shape.cuttable[factor]:
             continue
         parts = 1

@@ -46,7 +46,7 @@ def interruptible_call(call: Callable[[], T], stop: Callable[[], object]) -> T:
         made = found.result()
     except BaseException:
         gives_up.set()  # for a thread that has hardly begun
-        while thread.is_alive():
+        while thread.is_alive() and not found.done():
             stop()
             thread.join(ASKED_EVERY)
         raise

@@ -15,7 +15,6 @@ from autopar.passes.sharding.strategies import (
     choices,
     completed,
     follow,
-    outer_factor,
     produce,
     shape_of,
     strategy,
@@ -93,7 +92,7 @@ def test_partial_results_are_completed_whole_or_scattered() -> None:
 
 def test_only_outermost_factors_that_divide_are_cut() -> None:
     assert MERGE.cuttable == (True, False)
-    assert outer_factor(MERGE.rule, MERGE.rule.results[0], 0) == 0
+    assert MERGE.rule.outermost(MERGE.rule.results[0][0]) == 0
     assert choices(MERGE, (4,), linear=False) == [(REPLICATE,), (ROWS,)]
     assert choices(MERGE, (3,), linear=False) == [(REPLICATE,)]
     assert choices(MATMUL, (8,), linear=True) == [
