@@ -3,7 +3,8 @@
 Python raises `KeyboardInterrupt` in its main thread, as soon as that runs Python code. While that
 is in a solver's C++ nothing is raised; and where it is called back from there, to read a message,
 what is raised is dropped. CP-SAT has a handler of its own, which ends its search and tells nobody.
-So solvers run in a thread of their own, for which the main one waits.
+So solvers run in a thread of their own, for which the main one waits; a little at a time, for the
+signal may go to another thread, which does not wake it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+HEARD_EVERY = 0.1  # seconds, an interrupt
 ASKED_EVERY = 0.05  # seconds; a solver that has not begun yet does not hear that it should end
 
 
@@ -31,7 +33,7 @@ def interruptible_call(call: Callable[[], T], stop: Callable[[], object]) -> T:
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
-    found, gives_up = Future[T](), threading.Event()
+    found, gives_up, ended = Future[T](), threading.Event(), threading.Event()
 
     def run(found: Future[T]) -> None:
         try:
@@ -39,10 +41,13 @@ def interruptible_call(call: Callable[[], T], stop: Callable[[], object]) -> T:
                 found.set_result(call())
         except BaseException as error:
             found.set_exception(error)
+        ended.set()  # what is waited for: an interrupt may leave its lock, and not that of `found`
 
     thread = threading.Thread(target=run, args=(found,), name="solver", daemon=True)
     try:
         thread.start()
+        while not ended.wait(HEARD_EVERY):
+            pass
         made = found.result()
     except BaseException:
         gives_up.set()  # for a thread that has hardly begun
@@ -52,5 +57,4 @@ def interruptible_call(call: Callable[[], T], stop: Callable[[], object]) -> T:
         raise
     finally:
         del found  # what it raises holds this frame, and so all that the call holds
-    thread.join()
     return made

@@ -204,13 +204,13 @@ class _Solve:
         """The problem's model, reduced as far as the budget allows.
 
         On the way, as soon as no forbidden pair is left that a strategy cannot avoid, a large
-        problem gets its first choice.
+        problem whose time is limited gets its first choice.
         """
         model = Model(
             self.problem, with_memory=with_memory, flat=self.flat, check=self.budget.check
         )
         self.budget.keep(RESERVE_OF_START * self.budget.seconds)
-        if self.problem.num_nodes > RELAX_FIRST_NODES:
+        if self.problem.num_nodes > RELAX_FIRST_NODES and self.budget.time_limit < math.inf:
             if not reduce(model, dominance=False, stop=self.stopper(FIRST_PART)):
                 return model
             self.first_choice(model)

@@ -66,6 +66,24 @@ def test_what_is_asked_to_end_has_ended() -> None:
     assert ended.is_set()
 
 
+def test_an_interrupt_that_another_thread_takes_is_heard() -> None:
+    """As where the kernel does not give it to the main thread, which goes on to wait."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        begun, asked, in_time = threading.Event(), threading.Event(), list[bool]()
+
+        def call() -> None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            begun.set()
+            in_time.append(asked.wait(DEADLINE))
+
+        with interrupted_once(begun.is_set):
+            interruptible_call(call, asked.set)
+        assert in_time == [True]
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def test_what_a_call_gives_or_raises_is_its_own() -> None:
     never: Callable[[], Any] = lambda: pytest.fail("it was not interrupted")  # noqa: E731
     assert interruptible_call(lambda: 3, never) == 3
