@@ -1,4 +1,4 @@
-"""Inference steps whose state holds the batch: caches and tokens, beside parameters."""
+"""Inference steps whose state holds the batch: caches and tokens, or examples of a sampler."""
 
 from __future__ import annotations
 
@@ -281,3 +281,57 @@ def test_caches_without_tokens_have_rows() -> None:
     labels = check(trace(recurrent, ((cache[0], jnp.int32(0)), weights, jnp.ones((8, WIDTH)))))
     axes = {p: x.batch_axis for p, x in labels.items() if x.batch_axis is not None}
     assert axes == {"state[0][0]": 0, "state[0][1]": 0, "frames": 0}
+
+
+def denoised(params: Any, x: Any) -> Any:
+    """A sampler's step: the examples come back a step further, and the weights do not."""
+    return x - 0.1 * jnp.tanh(x @ params["in"]) @ params["out"]
+
+
+def denoised_at_times(params: Any, x: Any, t: Any, key: Any) -> Any:
+    """A time for each example, and noise."""
+    hidden = jnp.tanh(x @ params["in"] + t[:, None])
+    x = x - 0.1 * hidden @ params["out"] + 0.01 * jax.random.normal(key, x.shape)
+    return x, (x**2).sum(-1)
+
+
+def denoised_often(params: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda x, _: 2 * (denoised(params, x),), x, None, length=3)
+
+
+def weights_in(width: int, hidden: int) -> dict[str, Any]:
+    numbers = np.random.default_rng(1)
+    shapes = {"in": (width, hidden), "out": (hidden, width)}
+    return {name: jnp.asarray(numbers.normal(size=x) / 4) for name, x in shapes.items()}
+
+
+EXAMPLES = jnp.linspace(-1.0, 1.0, 16 * 8).reshape(16, 8)
+SAMPLERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "one step": (denoised, (weights_in(8, 32), EXAMPLES)),
+    "square weights": (denoised, (weights_in(8, 8), EXAMPLES)),
+    "several steps": (denoised_often, (weights_in(8, 32), EXAMPLES)),
+    "times and noise": (
+        denoised_at_times,
+        (weights_in(8, 32), EXAMPLES, jnp.arange(16.0), jax.random.key(3)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_examples_that_come_back_are_the_batch(name: str) -> None:
+    step, arguments = SAMPLERS[name]
+    labels = check(trace(step, arguments))
+    axes = {p: x.batch_axis for p, x in labels.items() if x.batch_axis is not None}
+    assert axes == {"x": 0} | ({"t": 0} if name == "times and noise" else {})
+
+
+@pytest.mark.parametrize("options", [{"method": "data"}, {"microbatches": 4}], ids=str)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_numbers_of_samplers_are_those_of_jit(name: str, options: dict[str, Any]) -> None:
+    step, arguments = SAMPLERS[name]
+    ours = autopar.compile(step, *arguments, donate_argnums=(), **options)
+    pairs = zip(
+        jax.tree.leaves(ours(*arguments)), jax.tree.leaves(jax.jit(step)(*arguments)), strict=True
+    )
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)

@@ -5,7 +5,10 @@ up (a vocabulary), and perhaps data with the same rows. A train step sums the ro
 the state; here every row of the new state comes from the same row of the old one.
 
 Features of parameters may look so too, where the loss is no part of the state. So nothing is said
-of a state that gradients lead to, and rows must be seen to decode (`_decodes`).
+of a state that gradients lead to, and rows must be seen to decode (`_decodes`). Or there is nothing
+else that may be the batch, as where a sampler of dense layers takes its examples a step further
+(`x - f(params, x)`): all other leaves begin with features, their own or the examples'. (Kernels of
+convolutions do not, nor do schedules that a scan walks: the user says so then.)
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from autopar.passes.graph.graph import (
     walk,
 )
 from autopar.passes.graph.name_stacks import pass_of
-from autopar.passes.graph.primitives import SCATTERS
+from autopar.passes.graph.primitives import HEAVY, SCATTERS
 from autopar.passes.trace.batch_guess import (
     DimensionLoops,
     Leaf,
@@ -44,7 +47,8 @@ def rows_of_state(
     """The batch dimension of every leaf that has one, if the state's rows are the batch.
 
     They are a loop that leads some leaf, that half of the state's leaves have, that nothing on the
-    way to the new state sums over, shifts, or compares with itself, and whose rows decode.
+    way to the new state sums over, shifts, or compares with itself, and whose rows decode, or are
+    all that is left.
 
     Args:
       jaxpr: the flat program.
@@ -85,7 +89,9 @@ def rows_of_state(
     rows = _main([[x for x in own_dims if x in first] for own_dims in own.values()])
     if rows is None or all(own_dims[0] == rows for own_dims in others.values()):
         return None, parameters
-    if not _decodes(path, loops, rows, list(own | others)):
+    is_left = not data - looked_up - {rows} and rows not in inner
+    is_seen = is_left and _are_multiplied(path, loops, rows)
+    if not (is_seen or _decodes(path, loops, rows, list(own | others))):
         return None, parameters
     batch = {i: own_dims.index(rows) for i, own_dims in own.items() if rows in own_dims}
     batch |= {i: axes[i] for i, own_dims in others.items() if own_dims[0] == rows}
@@ -131,6 +137,17 @@ def _decodes(path: Jaxpr, loops: DimensionLoops, rows: Hashable, inputs: Sequenc
     ):
         return True
     return any(_writes_into(eqn, loops, rows) for eqn in walk(path))
+
+
+def _are_multiplied(path: Jaxpr, loops: DimensionLoops, rows: Hashable) -> bool:
+    """Whether each of these rows is multiplied with something that has none of them."""
+
+    def has_rows(atom: Atom) -> bool:
+        dims = range(len(atom.aval.shape))
+        return isinstance(atom, Var) and any(loops.loop((atom, d)) == rows for d in dims)
+
+    products = (eqn.invars for eqn in walk(path) if eqn.primitive.name in HEAVY)
+    return any(len({has_rows(atom) for atom in operands}) > 1 for operands in products)
 
 
 def _writes_into(eqn: JaxprEqn, loops: DimensionLoops, rows: Hashable) -> bool:
