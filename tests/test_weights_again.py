@@ -19,8 +19,12 @@ from autopar.passes.graph.graph import variables
 from autopar.passes.planner import layout_search, stage_shardings
 from autopar.passes.planner.compiler import compile_graph
 from autopar.passes.planner.layout_search import LayoutSearch
-from autopar.passes.planner.recomputed_steps import RecomputedSteps, recomputed_step
-from autopar.passes.recompute.read_again import with_weights_read_again
+from autopar.passes.planner.recomputed_steps import (
+    RecomputedSteps,
+    gathering_again,
+    recomputed_step,
+)
+from autopar.passes.recompute.read_again import largest_little, with_weights_read_again
 from autopar.passes.trace.trace import trace
 
 CLUSTER = autopar.Cluster.preset("h100", devices_per_node=8)
@@ -36,7 +40,7 @@ def shapes(width: int, rows: int) -> tuple[Any, Any]:
 def test_the_numbers_are_the_same(count: int) -> None:
     graph = trace(step, shapes(WIDTH, ROWS)).graph
     search = LayoutSearch.of(graph, Options(), CLUSTER, lambda message: None)
-    again = RecomputedSteps.of(search.split(count, True), CLUSTER).weights_alone()
+    again = gathering_again(search.split(count, True))
     assert again.recomputation is not None
     assert again.recomputation.weights == LAYERS - 1  # nobody needs the first rows' gradient
     assert again.recomputation.weight_bytes == (LAYERS - 1) * 4 * WIDTH * WIDTH
@@ -111,7 +115,7 @@ def test_such_a_plan_is_followed(plans: list[autopar.Plan]) -> None:
     assert sum(map(is_barrier, followed.graph.jaxpr.eqns)) == 2 * (LAYERS - 1)
 
 
-def test_where_nothing_else_fits_layers_are_priced_with_weights_gathered_again(
+def test_layers_are_priced_with_weights_gathered_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One loop reads each weight twice: gathered once, all of them are there at its middle.
@@ -132,3 +136,11 @@ def test_where_nothing_else_fits_layers_are_priced_with_weights_gathered_again(
     again = autopar.plan(step, state, rows, memory_limit=limit, **options)
     assert str(again) == str(tight)
     assert str(tight.recomputation).endswith("gathered again, as prices count it anyway")
+
+
+def test_the_smallest_weights_stay_gathered_as_far_as_they_are_little_together() -> None:
+    """Many small ones are much: a hundredth of all bytes at most, and those of a size together."""
+    assert largest_little([1000, 5, 5]) == 5
+    assert largest_little([1000, *[5] * 3]) == 0
+    assert largest_little([1000, 1000, *[2] * 5, *[5] * 3]) == 2
+    assert largest_little([7]) == largest_little([]) == 0

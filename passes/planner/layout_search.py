@@ -13,7 +13,6 @@ from typing import Any
 
 from autopar.base.cluster import Cluster
 from autopar.base.errors import BatchArgumentError, InexactMicrobatchError, PlanMismatchError
-from autopar.base.methods import GATHERED_PARAMETERS
 from autopar.base.options import Options
 from autopar.base.plan_records import OutputCertificate, Recomputation
 from autopar.passes import microbatch
@@ -49,7 +48,7 @@ from autopar.passes.planner.one_mesh import (
     worth_pricing,
 )
 from autopar.passes.planner.quicker_again import QuickerAgain
-from autopar.passes.planner.recomputed_steps import gathering_again, recomputed_step
+from autopar.passes.planner.recomputed_steps import recomputed_step
 from autopar.passes.planner.rewritings import (
     AS_WRITTEN,
     Rewriting,
@@ -267,9 +266,7 @@ class LayoutSearch:
             if split.later_loops and len(passed) > 1:
                 # The bound is that of one loop over the microbatches.
                 return self.candidates(layout, optional=optional, bounded=False)
-            is_short = self._is_last_resort and self.known.misses_what_it_gathers(
-                count, self._limit
-            )
+            is_short = self._may_gather and self.known.misses_what_it_gathers(count, self._limit)
             if again is not None and is_short:
                 split = again.gathering(split)
             more = count != counts[-1] and not split.later_loops
@@ -336,9 +333,8 @@ class LayoutSearch:
             found = None
             with contextlib.suppress(InexactMicrobatchError, BatchArgumentError):
                 split = self.split(count, is_pipeline=True)
-                gathers = self.options.methods.issubset(GATHERED_PARAMETERS)
-                if gathers or self._is_last_resort:
-                    split = gathering_again(split, self.options)
+                if self._may_gather:
+                    split = split.reading_again
                 units = units_of(split)
                 if units is not None:
                     self.report(f"costs of {len(units.starts)} layers on one mesh")
@@ -349,12 +345,10 @@ class LayoutSearch:
         return self.known.one_mesh[count]
 
     @property
-    def _is_last_resort(self) -> bool:
-        """Whether nothing fits elsewhere, on several devices: weights may be gathered again then.
-
-        Else what fits so takes longer, mostly, and to price and plan it as well.
-        """
-        return math.isinf(self.best_seconds) and self.cluster.num_devices > 1
+    def _may_gather(self) -> bool:
+        """Whether weights may be gathered again."""
+        may = self.options.remat in ("auto", "override") and not self.rewriting.expert_blocks
+        return may and self.cluster.num_devices > 1
 
     @property
     def _limit(self) -> int:

@@ -25,6 +25,7 @@ from autopar.passes.planner.stage_shardings import (
 from autopar.passes.solver import TooDear
 
 NEARLY = 1.05  # times the limit, what may need less where it is chosen to fit
+ALIKE = 1.005  # times what the quickest mesh is expected to take: as quick, for all that is known
 MESHES_TRIED = 2  # of those that do not fit, before more microbatches are
 
 
@@ -92,13 +93,13 @@ class _MeshesInTurn:
 
     def planned(self) -> list[PlannedStage]:
         while self.left:
-            i = min(self.left, key=self.least)
+            i = self.next()
             fitting = [_whole_seconds(x, self.cluster) for x in self.found.values() if x.fits]
             quickest = min(self.again or math.inf, *(fitting or [self.others.seconds]))
             if i in self.found and self.again is None and self.asks(i, quickest):
                 self.again = self.others.again(self.found[i])
                 quickest = min(quickest, self.again)
-            if self.found and self.least(i) > quickest:
+            if self.found and min(map(self.least, self.left)) > quickest:
                 break
             if i in self.found:
                 self.left.remove(i)
@@ -114,6 +115,17 @@ class _MeshesInTurn:
                 break
             self.keep(i, self.searches[i].smaller_than(self.found[i]))
         return [self.found[i] for i in sorted(self.found)]
+
+    def next(self) -> int:
+        """The mesh on which a step takes least; of those that hardly differ, of fewest axes."""
+        first = min(self.left, key=self.least)
+        if first in self.found or not self.others.expected:
+            return first
+        near = (i for i in self.left if self.least(i) <= ALIKE * self.least(first))
+        return min(
+            (i for i in near if i not in self.found),
+            key=lambda i: (len(self.meshes[i]), self.least(i)),
+        )
 
     def begin(self, i: int) -> None:
         """Plans a mesh with any memory."""

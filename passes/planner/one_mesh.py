@@ -297,7 +297,8 @@ def worth_pricing(
     The devices of a larger mesh together take no less time than those of a part of it, which send
     each other less. So what layers take with any memory on the largest submesh is a bound, scaled
     to the rows of a microbatch. And all devices together keep the activations of a microbatch, and
-    hold about as much as those of smaller meshes; the whole batch at once needs no sums beside.
+    hold about as much as those of smaller meshes; the whole batch at once needs no sums beside, but
+    the state and what one layer works with.
 
     Args:
       counts: numbers of microbatches.
@@ -318,8 +319,13 @@ def worth_pricing(
         least = min(count * total.seconds + total.once_seconds for total in costs)
         parts = [(size, total.with_rows(rows)) for size, ways in totals.items() for total in ways]
         kept = min(size * total.bytes_per_microbatch for size, total in parts)
-        needed = min(size * total.bytes_for_one for size, total in parts) if count > 1 else 0
-        fits = max(state + KEPT_AT_LEAST * kept, NEEDED_AT_LEAST * needed) <= limit * devices
+        needed = state + KEPT_AT_LEAST * kept
+        if count > 1:
+            whole = min(size * total.bytes_for_one for size, total in parts)
+            needed = max(needed, NEEDED_AT_LEAST * whole)
+        else:
+            needed += min(size * total.bytes_working for size, total in parts)
+        fits = needed <= limit * devices
         if fits and least * largest / devices <= _longest(count, best_seconds):
             left.append(count)
     return left

@@ -26,7 +26,7 @@ from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.least_memory import state_on_devices
 from autopar.passes.planner.one_mesh import WORTH_GATHERING
 from autopar.passes.planner.planned_stage import PlannedStage
-from autopar.passes.planner.recomputed_steps import RecomputedSteps
+from autopar.passes.planner.recomputed_steps import RecomputedSteps, gathering_again
 from autopar.passes.planner.recomputing_stages import noted
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import HOPELESS, MeshSearch, memory_limit_of
@@ -92,11 +92,12 @@ class QuickerAgain:
         once for both passes: in memory that is as much at the worst moment as to gather it in the
         loop for both.
         """
-        steps = self._steps(split.num_microbatches)
-        if steps is None or split.later_loops:
-            return split
-        found = steps.weights_alone()
-        return found if found.recomputation and found.recomputation.weights else split
+        if not split.later_loops:
+            with contextlib.suppress(InexactMicrobatchError, BatchArgumentError, OptionError):
+                looped = self.split(split.num_microbatches, True)
+                found = gathering_again(looped)
+                return split if found is looped else found
+        return split
 
     def _weights_again(self, steps: RecomputedSteps, free: PlannedStage) -> PlannedStage | None:
         """The same with weights that are gathered again, where these are much of what is missing.
@@ -109,9 +110,9 @@ class QuickerAgain:
         if missing <= 0 or WORTH_GATHERING * missing > gathered_for_both(free.program):
             return None
         part = submesh(self.cluster, math.prod(free.mesh))
-        split = steps.weights_alone()
+        split = gathering_again(steps.split)
         again = split.recomputation
-        if again is None or not again.weights:
+        if again is None:
             return None
         self.report(f"gathering {again.weights} weights again")
         search = MeshSearch.of(split, free.mesh, self.options, part, None, None)

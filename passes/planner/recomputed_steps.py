@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from jax.extend.core import JaxprEqn
 
 from autopar.base.cluster import Cluster
-from autopar.base.options import Options
+from autopar.base.errors import PlanMismatchError
 from autopar.base.plan_records import Recomputation
 from autopar.passes.graph.primitives import keeps_order
 from autopar.passes.planner.split_step import SplitStep
@@ -29,18 +30,33 @@ def recomputed_step(
 ) -> SplitStep:
     """A step with a loop that computes again what a plan says; None: all of every layer."""
     if again is not None:
+        if again.weights and not again.operations:
+            return _gathering_as_recorded(split, again)
         steps = RecomputedSteps.of(split, cluster, again.host_share > 0)
         return replace(steps, weights=again.weights > 0).as_recorded(again)
     steps = RecomputedSteps.of(split, cluster)
     return steps[len(steps) - 1] if len(steps) else split
 
 
-def gathering_again(split: SplitStep, options: Options) -> SplitStep:
-    """A step whose backward pass reads its weights again, where that is not forbidden."""
-    if options.remat not in ("auto", "override"):
-        return split
-    step, weights = with_weights_read_again(split.step)
-    return replace(split, step=step, rules=populate(step.graph.jaxpr)) if weights else split
+def _gathering_as_recorded(split: SplitStep, again: Recomputation) -> SplitStep:
+    found = gathering_again(split)
+    if found.recomputation is None or found.recomputation.weights != again.weights:
+        raise PlanMismatchError(
+            f"The plan gathers {again.weights} weights again, and this version other ones.",
+            why="which weights are too small for that changed with the version of autopar.",
+            hint="plan again.",
+        )
+    return found
+
+
+def gathering_again(split: SplitStep) -> SplitStep:
+    """A step with a loop that keeps all values, and reads its weights again, if any twice."""
+    found = split.reading_again
+    loop = found.step.loop
+    if found is split or loop is None or loop.num_microbatches > 1 or loop.tasks:
+        return found
+    step = without_loop(found.step)
+    return replace(found, step=step, rules=populate(step.graph.jaxpr))
 
 
 FUSED = 1 / 16
@@ -80,14 +96,14 @@ class RecomputedSteps:
 
         Of a stage, `at_once`: a microbatch runs forward and backward without a break.
         """
-        prices = Pricing(
-            cluster, (cluster.num_devices,), traffic=split.traffic(cluster.device.name)
-        )
-        compiler = rules_of(cluster.device.name)
+        compiler, number = rules_of(cluster.device.name), cluster.num_devices
+
+        @cache
+        def prices() -> Pricing:
+            return Pricing(cluster, (number,), traffic=split.traffic(cluster.device.name))
 
         def seconds(eqn: JaxprEqn) -> float:
-            rule = split.rules[eqn]
-            alone = prices.compute(eqn, rule, cluster.num_devices, stacking=False)
+            alone = prices().compute(eqn, split.rules[eqn], number, stacking=False)
             return FUSED * alone if compiler.may_be_fused(eqn) else alone
 
         def writing(eqn: JaxprEqn) -> float:
@@ -103,8 +119,9 @@ class RecomputedSteps:
             return passes / cluster.device.memory_bandwidth
 
         price = 2 / cluster.host_bandwidth if hosting and cluster.host_bandwidth else 0.0
-        values = KeptValues.of(split.step, split.rules, seconds, price, at_once, writing, stacking)
-        return cls(split, values, cluster.num_devices)
+        asked = seconds, price, at_once, writing, stacking
+        values = KeptValues.of(split.step, split.rules, *asked, known=split.layers)
+        return cls(split, values, number)
 
     def smallest_fits(
         self, fits: Callable[[SplitStep], bool], report: Callable[[str], None]
@@ -151,16 +168,9 @@ class RecomputedSteps:
 
     def as_recorded(self, again: Recomputation) -> SplitStep:
         """The step that keeps what a plan says."""
-        if again.weights and not again.operations:
-            return self.weights_alone()
         if again.host_share:
             return self._made(self.values.hosting(again.price, again.host_share))
         return self._made(self.values.at(again.price, every_layer=again.every_layer))
-
-    def weights_alone(self) -> SplitStep:
-        """The step that keeps all values, and reads its weights again."""
-        nothing = KeptChoice(0.0, frozenset(), frozenset(), 0, 0.0)
-        return replace(self, weights=True)._made(nothing)
 
     def _made(self, kept: KeptChoice) -> SplitStep:
         step, loop = recomputed(self.values, kept), self.values.parts.loop

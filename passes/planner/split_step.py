@@ -10,10 +10,13 @@ from autopar.passes.graph.graph import Graph
 from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.planner.rewritings import AS_WRITTEN, Rewriting
 from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.primitives.populate import populate
+from autopar.passes.recompute.read_again import with_weights_read_again
 from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
 from autopar.passes.sharding.compiler_rules import rules_of
 from autopar.passes.sharding.scope_memory import ScopeBuffers
 from autopar.passes.sharding.traffic import MemoryTraffic
+from autopar.passes.slicing.anatomy import bytes_of
 from autopar.passes.slicing.slice_stages import LayersOfStep, find_layers, slice_stages
 from autopar.passes.slicing.stage_graphs import Boundaries, StageGraph, Stages
 
@@ -82,6 +85,22 @@ class SplitStep:
           OptionError: it has none.
         """
         return find_layers(self.step, self.rules)
+
+    @cached_property
+    def reading_again(self) -> SplitStep:
+        """The same whose backward pass reads its weights again, and may gather them a second time.
+
+        Itself where it reads none twice.
+
+        Raises:
+          OptionError: it has no loop over microbatches.
+        """
+        step, weights = with_weights_read_again(self.step)
+        if not weights:
+            return self
+        size = sum(map(bytes_of, weights))
+        again = Recomputation(0.0, (), 0, 0, 0.0, weights=len(weights), weight_bytes=size)
+        return replace(self, step=step, rules=populate(step.graph.jaxpr), recomputation=again)
 
     def cut_at(self, boundaries: Boundaries) -> Stages:
         """Its stages with the backward pass as it is.

@@ -65,17 +65,8 @@ def prepare(
     pins = resolve_pins(graph, options.pins, mesh, axis_names(mesh))
     kinds = loop_kinds(graph, rules) if options.method in LOOP_METHODS else None
     hosted = host_leaves(graph, options.offload, dims) if cluster.host_bandwidth else {}
-    allowed = restriction(
-        graph,
-        options.method,
-        dims,
-        mesh,
-        pins,
-        options.reduce_dtype,
-        kinds,
-        hosted,
-        adds_slices=rules_of(cluster.device.name).adds_slices,
-    )
+    asked = graph, options.method, dims, mesh, pins, options.reduce_dtype, kinds, hosted
+    allowed = restriction(*asked, adds_slices=rules_of(cluster.device.name).adds_slices)
     pricing = Pricing(cluster, mesh, allowed.reduce_scatter, split.traffic(cluster.device.name))
     buffers = split.buffers(cluster.device.name, math.prod(mesh))
     return build(split.step, rules, mesh, pricing, allowed, buffers), pricing, dims
@@ -314,9 +305,12 @@ class MeshSearch:
     def is_better_priced(self, free: PlannedStage) -> bool:
         """Whether prices of a byte find better plans of a whole step than a limit, and sooner.
 
-        So they do of many nodes, unless the cheapest plan needs far more than there is.
+        So they do of many nodes, unless the cheapest plan needs far more than there is: apart from
+        what it gathers for both passes, where weights may be gathered again.
         """
-        is_near = free.peak.bytes <= PRICED_WITHIN * self.limit
+        again = self.split.recomputation
+        needed = free.bytes_at_least if again and again.weights else free.peak.bytes
+        is_near = needed <= PRICED_WITHIN * self.limit
         return is_near and len(self.built.nodes) > MANY_NODES
 
     def at_least_price(self, free: PlannedStage) -> PlannedStage:
@@ -346,6 +340,8 @@ class MeshSearch:
         best, dearest = list[PlannedStage](), free
         while low <= high:
             first, last = low, high + 1  # the first price at which it is expected to fit
+            if best and at(high)[1] - excess > self.limit:  # as it filled up what fits
+                break
             while first < last:
                 middle = (first + last) // 2
                 fits = at(middle)[1] - excess <= self.limit

@@ -32,6 +32,7 @@ from autopar.passes.recompute.scan_stacks import ScanPair, StackCut, scan_pairs
 from autopar.passes.slicing.anatomy import Anatomy, bytes_of, dissect
 from autopar.passes.slicing.cheapest_cut import cheapest_cut
 from autopar.passes.slicing.layering import layers_of
+from autopar.passes.slicing.slice_stages import LayersOfStep
 
 Seconds = Callable[[JaxprEqn], float]
 
@@ -111,18 +112,19 @@ class KeptValues:
         at_once: bool = True,
         write_seconds_of: Seconds = lambda eqn: 0.0,
         stack_seconds_of: Seconds = lambda eqn: 0.0,
+        known: LayersOfStep | None = None,
     ) -> KeptValues:
-        """Those of a step with a loop over its microbatches.
+        """Those of a step with a loop over its microbatches, whose layers may be known.
 
         Raises:
           OptionError: the step has no such loop.
         """
-        parts = dissect(step)
-        found = layers_of(parts, rules).layers
-        layer_of = {i: n for n, layer in enumerate(found) for i in layer.equations}
-        return cls(
-            parts, layer_of, seconds_of, host_price, at_once, write_seconds_of, stack_seconds_of
-        )
+        if known is None or known.parts.step is not step:
+            parts = dissect(step)
+            known = LayersOfStep(parts, layers_of(parts, rules))
+        layer_of = {i: n for n, layer in enumerate(known.found.layers) for i in layer.equations}
+        more = seconds_of, host_price, at_once, write_seconds_of, stack_seconds_of
+        return cls(known.parts, layer_of, *more)
 
     @cached_property
     def maker(self) -> Mapping[Var, int]:

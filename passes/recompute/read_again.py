@@ -11,7 +11,8 @@ pass, for the activation: XLA:GPU gathered five weights at the beginning of a st
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable
 
 import jax.numpy as jnp
 from jax.extend import core as jex_core
@@ -23,7 +24,7 @@ from autopar.passes.graph.microbatched import LoopPhase, Microbatched, Task
 from autopar.passes.graph.primitives import HEAVY
 from autopar.passes.slicing.anatomy import bytes_of, dissect
 
-LITTLE_SHARE = 1000  # a weight smaller than all of them over this is kept as it was gathered
+LITTLE_SHARE = 0.01  # of all bytes, in the smallest weights: these are kept as they were gathered
 
 
 def weights_read_twice(loop: LoopPhase, late: Collection[int]) -> tuple[Var, ...]:
@@ -38,8 +39,20 @@ def weights_read_twice(loop: LoopPhase, late: Collection[int]) -> tuple[Var, ...
         if eqn.primitive.name in HEAVY:
             reads[index in late].update(dict.fromkeys(variables(eqn.invars)))
     found = [v for v in reads[False] if v in reads[True] and v in loop.consts and _is_matrix(v)]
-    whole = sum(map(bytes_of, found))
-    return tuple(var for var in found if bytes_of(var) * LITTLE_SHARE > whole)
+    enough = largest_little(map(bytes_of, found))
+    return tuple(var for var in found if bytes_of(var) > enough)
+
+
+def largest_little(sizes: Iterable[int]) -> int:
+    """The largest size of which all weights, and smaller ones, are hardly anything together."""
+    often, together, largest = Counter(sizes), 0, 0
+    enough = LITTLE_SHARE * sum(size * times for size, times in often.items())
+    for size, times in sorted(often.items()):
+        together += size * times
+        if together > enough:
+            break
+        largest = size
+    return largest
 
 
 def with_weights_read_again(step: Microbatched) -> tuple[Microbatched, tuple[Var, ...]]:

@@ -168,10 +168,11 @@ CLUSTER = autopar.Cluster.preset("dgx-h100")
         (100.0, 8, 62, [16]),
         (100.0, 8, 64, []),
         # With 2 devices for 8 of 16 microbatches 2 * (20 + 2 + 8) bytes, 80% of them at least; the
-        # whole batch at once needs no sums, and so does not tell.
+        # whole batch at once needs no sums: the state, 2 * 8 bytes to work with, half of 2 * 32.
         (100.0, 8, 0, [1, 4, 8, 16]),
-        (100.0, 7, 0, [1, 8, 16]),
-        (100.0, 5, 0, [1]),
+        (100.0, 7, 8, [1, 8, 16]),
+        (100.0, 7, 9, [8, 16]),
+        (100.0, 5, 0, []),
     ],
 )
 def test_what_layers_cost_on_parts_says_which_microbatches_are_priced(
