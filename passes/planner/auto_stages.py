@@ -21,6 +21,7 @@ from typing import Any
 
 from autopar.base.cluster import Cluster
 from autopar.base.transfer_costs import MeshLinks, seconds_to_next
+from autopar.passes.planner.divided_backward import DIVIDING, may_fit_divided
 from autopar.passes.planner.layouts import ExpectedSeconds, StageLayout
 from autopar.passes.planner.moved_cuts import hardly_waits, moved_cuts
 from autopar.passes.planner.sent_once import OnceSent
@@ -43,9 +44,9 @@ UNITS_OF_A_KIND = 4
 ABOUT_AS_GOOD = 1.03
 # Times what stages take: what the dynamic program thinks that they do is not more, mostly.
 UNSURE = 1.5
+MAY_FIT = 1.1  # times the limit that units may need of stages that are not ruled out
 # By the schedule for whose microbatches in flight stages were found: those that keep no more.
 NEEDING = {"1f1b": ("1f1b", "zb_h1"), "eager_1f1b": ("1f1b", "eager_1f1b", "zb_h1", "zb_h2")}
-DIVIDING = ("zb_h1", "zb_h2")  # the gradients of weights from the rest of the backward pass
 # Schedules with which a stage need not wait for what it has sent to come back.
 HIDES_TRANSFERS = ("eager_1f1b",)
 
@@ -167,6 +168,7 @@ class StageSearch:
 
     def _layout(self, timed: TimedChoice, limit: int) -> StageLayout:
         choice, name, _ = timed
+        asked = choice.stages, self.ways, self.inside, self.num_microbatches, MAY_FIT * limit
         return StageLayout(
             tuple(self.starts[stage.start] for stage in choice.stages[1:]),
             tuple(stage.num_devices for stage in choice.stages),
@@ -174,6 +176,7 @@ class StageSearch:
             name if len(self.schedules) > 1 else "",
             self._expected(choice, limit, name) if self.meshes else (),
             tuple(stage.option.casts for stage in choice.stages),
+            may_fit_divided(DIVIDING[0], *asked),
         )
 
     def _seconds_by(self, stages: Sequence[StageRange], found_for: str, limit: int) -> float:
@@ -185,25 +188,10 @@ class StageSearch:
         works = self._works(stages)
         names: Iterable[str] = [found_for]
         if len(self.schedules) > 1:
+            asked = stages, self.ways, self.inside, self.num_microbatches, limit
             needing = NEEDING[found_for]
-            names = (x for x in needing if x not in DIVIDING or self._fit_by(x, stages, limit))
+            names = (x for x in needing if x not in DIVIDING or may_fit_divided(x, *asked))
         return min(step_seconds(name, works, self.num_microbatches) for name in names)
-
-    def _fit_by(self, schedule: str, stages: Sequence[StageRange], limit: int) -> bool:
-        """Whether all stages may fit by a schedule that divides their backward pass.
-
-        The gradients of weights come last then: until they do, what one unit after the other works
-        with is there for all of them, as much as in the way that needs least.
-        """
-        flight, count = in_flight_by(schedule), self.num_microbatches
-        for place, (start, stop, size, option) in enumerate(stages):
-            runs = (way[start:stop] for way in self.ways[size])
-            working = ([x.bytes_working for x in run] for run in runs)
-            is_first = [True, *(not inside for inside in self.inside[start + 1 : stop])]
-            more = min(max(sum(itertools.compress(x, is_first)) - max(x), 0) for x in working)
-            if option.bytes_in_flight(min(flight(len(stages) - place), count)) + more > limit:
-                return False
-        return True
 
     def _works(self, stages: Sequence[StageRange]) -> list[StageWork]:
         """What stages do, one after another, and send: over the links between unequal meshes."""

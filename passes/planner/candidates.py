@@ -186,7 +186,7 @@ def plan_layout(
         made += [_scheduled(made[0], name, cluster) for name in instead]
     keep(made)
     splitting = [x for x in names[1:] if isinstance(x, str) and x.startswith("zb")]
-    if splitting and training and _may_pay(made[0]):
+    if layout.may_divide and splitting and training and _may_pay(made[0]):
         known = made[0] if _is_large(made[0]) or _has_enough_memory(made[0]) else None
         asked = split, splitting[0], layout, options, cluster, report
         with contextlib.suppress(MisfitError):  # they need no less than the first schedule does

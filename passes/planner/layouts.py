@@ -40,6 +40,7 @@ class StageLayout:
         shapes of its mesh; empty if that is not known.
       casts: for every stage, whether it is expected to fit only if it casts parameters in every
         microbatch; empty if that is not known.
+      may_divide: whether stages may fit by schedules in which the gradients of weights come last.
     """
 
     boundaries: int | tuple[int, ...] | StageParts
@@ -48,6 +49,7 @@ class StageLayout:
     schedule: str = ""
     expected: tuple[ExpectedSeconds, ...] = ()
     casts: tuple[bool, ...] = ()
+    may_divide: bool = True
 
     @property
     def is_pipeline(self) -> bool:

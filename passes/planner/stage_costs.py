@@ -15,7 +15,9 @@ class UnitCost(NamedTuple):
     `forward_seconds` are the part of `seconds` that computing the forward pass again would add,
     `rowless_seconds` the part that is as long with fewer rows of the batch. `bytes_fixed` are there
     all the time, `bytes_working` at the worst moment beside them, `bytes_rowless` of these however
-    few the rows. `casts` says whether parameters are cast in every microbatch.
+    few the rows. Where the gradients of weights come after the rest of a stage's backward pass,
+    `bytes_waiting` are there until then. `casts` says whether parameters are cast in every
+    microbatch.
     """
 
     seconds: float
@@ -27,6 +29,7 @@ class UnitCost(NamedTuple):
     bytes_working: int
     bytes_rowless: int
     casts: bool = False
+    bytes_waiting: int = 0
 
     def joined(self, other: UnitCost) -> UnitCost:
         """Both, one after the other."""
@@ -40,6 +43,7 @@ class UnitCost(NamedTuple):
             max(self.bytes_working, other.bytes_working),
             max(self.bytes_rowless, other.bytes_rowless),
             self.casts or other.casts,
+            self.bytes_waiting + other.bytes_waiting,
         )
 
     def halfway(self, other: UnitCost) -> UnitCost:
@@ -54,6 +58,7 @@ class UnitCost(NamedTuple):
             max(self.bytes_working, other.bytes_working),
             max(self.bytes_rowless, other.bytes_rowless),
             self.casts or other.casts,
+            math.ceil((self.bytes_waiting + other.bytes_waiting) / 2),
         )
 
     def often(self, times: int) -> UnitCost:
@@ -81,6 +86,7 @@ class UnitCost(NamedTuple):
             bytes_per_microbatch=min(self.bytes_per_microbatch, other.bytes_per_microbatch),
             bytes_working=min(self.bytes_working, other.bytes_working),
             bytes_rowless=min(self.bytes_rowless, other.bytes_rowless),
+            bytes_waiting=min(self.bytes_waiting, other.bytes_waiting),
         )
 
     def slowed_to(self, other: UnitCost) -> UnitCost:
@@ -110,6 +116,7 @@ class UnitCost(NamedTuple):
             math.floor(least),
             rowless,
             self.casts,
+            math.floor(self.bytes_waiting * part),
         )
 
     @property
@@ -208,7 +215,8 @@ def without_memory(ways: Sequence[tuple[Mesh, Way]]) -> list[tuple[Mesh, Way]]:
     """The same as if they needed none: no plan at a price of memory is quicker."""
 
     def needing_none(unit: UnitCost) -> UnitCost:
-        return unit._replace(bytes_fixed=0, bytes_per_microbatch=0, bytes_working=0)
+        alone = unit._replace(bytes_fixed=0, bytes_per_microbatch=0, bytes_waiting=0)
+        return alone._replace(bytes_working=0)
 
     return [(mesh, tuple(map(needing_none, way))) for mesh, way in ways]
 

@@ -67,6 +67,7 @@ class TimedUnit:
             bytes_per_microbatch=kept,
             bytes_working=working,
             bytes_rowless=min(max(self.account.rowless_bytes(self.dims) - fixed, 0), working),
+            bytes_waiting=self.account.waiting_bytes(),
         )
 
 

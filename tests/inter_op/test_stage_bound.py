@@ -206,15 +206,19 @@ def test_fewer_microbatches_are_found_where_the_first_number_promises_nothing() 
 
 
 def test_backward_passes_are_divided_where_that_may_fit() -> None:
-    """What units work with one after the other is there for all of them then."""
-    unit = UNIT._replace(forward_seconds=0.3, once_seconds=0.0, bytes_working=10)
+    """Two stages of eight units: in the second one, what two microbatches leave waits by ZB-H1."""
+    unit = UNIT._replace(forward_seconds=0.3, once_seconds=0.0, bytes_working=10, bytes_waiting=5)
     found = stages_of((unit,) * 16, 8, 4)
-    limited, at_once = found.within(60), dataclasses.replace(found, schedules=("eager_1f1b",))
-    alone = at_once.within(60)
+    at_once = dataclasses.replace(found, schedules=("1f1b",))
+    needs = 10 + 2 * 8 * 5
+    limited, alone = found.within(needs - 1), at_once.within(needs - 1)
     assert limited is not None and alone is not None
     assert within(found) < limited[1] == alone[1]
-    divided = found.within(80)
-    assert divided is not None and divided[1] == within(found)
+    assert limited[0].may_divide, "as far as can be told"
+    few = found.within(needs // 2)
+    assert few is not None and not few[0].may_divide
+    divided = found.within(needs)
+    assert divided is not None and divided[1] < limited[1]
 
 
 def test_the_likely_sizes_of_submesh_are_priced_first() -> None:
