@@ -55,6 +55,7 @@ from autopar.passes.sharding.turned_gathers import turned_gathers
 from autopar.passes.sharding.turned_sums import turned_sums
 from autopar.passes.sharding.waiting import Tie
 from autopar.runtime.all_reduce import all_reduce
+from autopar.runtime.host_callbacks import HostCallbacks
 from autopar.runtime.loop_carries import added_in_loop, as_carried, in_order
 from autopar.runtime.matrices import one_by_one
 from autopar.runtime.sent_numbers import as_sent, is_sent_otherwise
@@ -76,7 +77,12 @@ def block_function(
     (`run_order`), and the gradients of filters are laid in the order of dimensions that the filters
     have.
     """
-    return lambda arrays: _Device(mesh, axis_names, rules).block(block, arrays)
+
+    def of_device(arrays: Sequence[Any]) -> list[Any]:
+        device = _Device(mesh, axis_names, rules)
+        return device.callbacks.raised_after(device.block(block, arrays), device.is_first)
+
+    return of_device
 
 
 def partition_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:
@@ -98,7 +104,7 @@ class _Device:
         self.orders: dict[ShardedValue, tuple[int, ...]] = {}
         self.by_kernels: frozenset[ShardedValue] = frozenset()
         self.places: dict[tuple[int, ...], Any] = {}  # along axes, as the current block knows them
-        self.in_loop = False
+        self.in_loop, self.callbacks = False, HostCallbacks()
 
     def axes(self, axes: Sequence[int]) -> tuple[str, ...]:
         return tuple(self.names[a] for a in axes)
@@ -226,7 +232,7 @@ class _Device:
         operands = [self.read(env, version) for version in instruction.operands]
         with source_context(eqn):
             if instruction.once:
-                self.once(eqn, operands)
+                self.callbacks.once(eqn, operands, self.is_first())
                 return
             results = bind_local(
                 eqn,
@@ -266,15 +272,9 @@ class _Device:
             return one_by_one(eqn, operands, changes)
         return bind_with(eqn, within_bounds(eqn, operands, changes), changes)
 
-    def once(self, eqn: Any, operands: Sequence[Any]) -> None:
-        """An equation with an effect (jax.debug.print): the first device alone runs it."""
-
-        def run(*values: Any) -> None:
-            whole = [(None,) * len(atom.aval.shape) for atom in (*eqn.invars, *eqn.outvars)]
-            bind_local(eqn, values, whole[: len(values)], whole[len(values) :])
-
-        is_first = self.index(range(len(self.mesh))) == 0
-        lax.cond(is_first, run, lambda *values: None, *operands)
+    def is_first(self) -> Any:
+        """Whether it is the mesh's first device."""
+        return self.index(range(len(self.mesh))) == 0
 
     def loop(self, env: Env, instruction: Loop) -> None:
         params = instruction.eqn.params
