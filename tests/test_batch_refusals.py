@@ -135,3 +135,17 @@ def test_microbatches_that_would_divide_nothing_are_refused() -> None:
     assert "nothing of it is computed for each example" in said
     assert "dimension 0 of data was taken for the batch" in " ".join(said.split())
     assert f"{__file__.rsplit('/', 1)[-1]}:" in said, "the line that takes rows"
+
+
+def test_arguments_without_a_batch_are_named_from_both_ends() -> None:
+    """Of many the first and the last, among which the data is that came back as state."""
+
+    def step(state: Any, last: Any) -> Any:
+        return {name: 2 * x for name, x in state.items()}, last + 1.0
+
+    state = {f"w{i}": jnp.ones((i + 2, 3)) for i in range(8)}
+    with pytest.raises(BatchArgumentError) as refused:
+        autopar.plan(step, state, jnp.ones(16), microbatches=2)
+    said = " ".join(str(refused.value).split())
+    assert "state['w2'] (state), 3 more, state['w6'] (state)" in said
+    assert "last (state)." in said

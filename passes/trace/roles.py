@@ -355,7 +355,10 @@ def check_division(
     if not sizes:
         if several or method in (*BATCH_METHODS, *LOOP_METHODS):
             asked = f"microbatches={microbatches}" if several else f"method={method!r}"
-            roles = ", ".join(dict.fromkeys(f"{x.path} ({x.role})" for x in inputs[:6]))
+            named = [*dict.fromkeys(f"{x.path} ({x.role})" for x in inputs)]
+            if len(named) > 6:  # data comes last, mostly
+                named[3:-3] = [f"{len(named) - 6} more"]
+            roles = ", ".join(named)
             raise BatchArgumentError(
                 f"{asked} needs a batch, and no argument holds one.",
                 why="the batch is looked for among arrays that are not returned as new state and "
