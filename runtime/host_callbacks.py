@@ -2,6 +2,7 @@
 
 What a user's callback raises is kept until the device has done its part of everything: one that
 broke off would leave the others waiting in a collective, for ever or until XLA ends the process.
+Of several errors of a run the first is raised, as if the run had ended there.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ in flight between the two.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -16,28 +16,23 @@ from typing import NamedTuple
 from jax.extend.core import Var
 
 from autopar.passes.graph.microbatched import Task
-from autopar.passes.graph.primitives import HEAVY
-from autopar.passes.graph.scans import ScanParts
 from autopar.passes.pieces.numbering import number_values
 from autopar.passes.pieces.opened import open_stage, pruned, with_received, with_sent
 from autopar.passes.pieces.piece_costs import PieceCosts, temporary_bytes
 from autopar.passes.pieces.pieces import Numbers, StagePiece
 from autopar.passes.pieces.rounds import find_levels, outer_rounds
 from autopar.passes.pieces.stage_pieces import TASKS, body_by_task, stage_pieces
-from autopar.passes.pieces.wiring import needed, read_by
+from autopar.passes.pieces.weight_gradients import waiting_bytes
 from autopar.passes.sharding.batch_dims import BatchDims
 from autopar.passes.sharding.held_values import MADE_AGAIN
 from autopar.passes.sharding.memory_rows import StageMemory
 from autopar.passes.sharding.peak_memory import MemoryPeak, label_of
 from autopar.passes.sharding.spmd_program import (
     Compute,
-    Instruction,
-    Loop,
     ShardedValue,
     SpmdProgram,
     is_literal,
     local_bytes,
-    writes,
 )
 from autopar.passes.slicing.stage_graphs import StageGraph
 
@@ -153,7 +148,7 @@ class StageAccount:
             if piece.kind == "B" and sent:
                 known = self.between_tasks.keys() | self.lasting.keys()
                 received = [x.version for x in piece.inputs if x.value not in known]
-                size += _waiting_bytes(piece.instructions, sent, received, self.program.mesh)
+                size += waiting_bytes(piece.instructions, sent, received, self.program.mesh)
         return size
 
     @cached_property
@@ -253,46 +248,3 @@ class StageAccount:
     @property
     def _given(self) -> dict[int, int]:
         return {n: self.lasting[n] for n in self.inputs if n in self.lasting}
-
-
-def _waiting_bytes(
-    instructions: Sequence[Instruction],
-    sent: Iterable[ShardedValue],
-    received: Iterable[ShardedValue],
-    mesh: Sequence[int],
-) -> int:
-    """What the rest reads of what is received and made for the sent values.
-
-    Of scans that are cut in two (`slicing/backward_scans.py`), in every iteration.
-    """
-    wanted = [version for version in sent if not is_literal(version)]
-    first = needed(instructions, wanted)
-    own = {id(instruction) for instruction in first}
-    later = set(read_by(x for x in instructions if id(x) not in own))
-    awaited = {*wanted, *read_by(first)}
-    made = {v for x in first for v in writes(x) if not isinstance(x, Loop) or v in awaited}
-    size = sum(local_bytes(version, mesh) for version in later.intersection((*made, *received)))
-    for loop in first:
-        if isinstance(loop, Loop):
-            size += _waiting_in_scan(loop, awaited, mesh)
-    return size
-
-
-def _waiting_in_scan(loop: Loop, awaited: Collection[ShardedValue], mesh: Sequence[int]) -> int:
-    """The same of a scan of whose results some are awaited, if the rest multiplies matrices."""
-    body, (_, carries, _) = loop.body, ScanParts.of(loop.eqn).operands(loop.body.inputs)
-    found = {place for place, version in enumerate(loop.results) if version in awaited}
-    while True:
-        sent = [body.outputs[place] for place in sorted(found)]
-        first = needed(body.instructions, [v for v in sent if not is_literal(v)])
-        read = {*read_by(first), *sent}
-        more = {place for place, carry in enumerate(carries) if carry in read}
-        if more <= found:
-            break
-        found |= more
-    own = {id(instruction) for instruction in first}
-    rest = (x for x in body.instructions if id(x) not in own)
-    if not any(isinstance(x, Compute) and x.eqn.primitive.name in HEAVY for x in rest):
-        return 0
-    handed = [carry for place, carry in enumerate(carries) if place in found]
-    return int(loop.eqn.params["length"]) * _waiting_bytes(body.instructions, sent, handed, mesh)

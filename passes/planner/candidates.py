@@ -32,6 +32,7 @@ from autopar.passes.planner.alike_stages import (
     taken_over,
     with_shared_programs,
 )
+from autopar.passes.planner.divided_backward import DIVIDING
 from autopar.passes.planner.layouts import (
     StageLayout,
     chunks_of,
@@ -185,7 +186,7 @@ def plan_layout(
     if training and made[0].fits:
         made += [_scheduled(made[0], name, cluster) for name in instead]
     keep(made)
-    splitting = [x for x in names[1:] if isinstance(x, str) and x.startswith("zb")]
+    splitting = [x for x in names[1:] if x in DIVIDING]
     if layout.may_divide and splitting and training and _may_pay(made[0]):
         known = made[0] if _is_large(made[0]) or _has_enough_memory(made[0]) else None
         asked = split, splitting[0], layout, options, cluster, report

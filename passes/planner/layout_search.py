@@ -290,10 +290,9 @@ class LayoutSearch:
 
     def computing_again(self, made: list[PlannedStep]) -> QuickerAgain | None:
         """What looks for plans on one mesh that compute values again; None where none may."""
-        options, cluster = self.options, self.cluster
-        if options.remat not in ("auto", "override") or self.rewriting.expert_blocks:
+        if not self._may_compute_again:
             return None
-        asked = options, cluster, self.report, self.keep, made, self.best_seconds
+        asked = self.options, self.cluster, self.report, self.keep, made, self.best_seconds
         return QuickerAgain(self.graph, self.split, *asked)
 
     def bound_on_one_mesh(self, layout: StageLayout) -> OneMeshBound | None:
@@ -345,10 +344,14 @@ class LayoutSearch:
         return self.known.one_mesh[count]
 
     @property
+    def _may_compute_again(self) -> bool:
+        """Whether values may be computed again for the backward pass on one mesh."""
+        return self.options.remat in ("auto", "override") and not self.rewriting.expert_blocks
+
+    @property
     def _may_gather(self) -> bool:
         """Whether weights may be gathered again."""
-        may = self.options.remat in ("auto", "override") and not self.rewriting.expert_blocks
-        return may and self.cluster.num_devices > 1
+        return self._may_compute_again and self.cluster.num_devices > 1
 
     @property
     def _limit(self) -> int:
