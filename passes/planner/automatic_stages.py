@@ -209,5 +209,5 @@ class AutomaticStages:
 
     def _is_short(self, stages: PricedStages) -> bool:
         """Whether memory makes stages so slow that computing values again may well be quicker."""
-        free = stages.search.within(sys.maxsize) if stages.first is not None else None
-        return free is not None and SHORT_OF_MEMORY * free[1] < stages.promise
+        enough = stages.promise / SHORT_OF_MEMORY
+        return stages.first is not None and stages.search.within(sys.maxsize, enough) is not None

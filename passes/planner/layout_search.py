@@ -233,7 +233,7 @@ class LayoutSearch:
         passed = self.too_few(counts) if bounded and not layout.is_pipeline else []
         if again is not None and not made:
             fewer = [count for count in possible if count < counts[len(passed)]]
-            again.look_at(passed if self.is_long else fewer, self.only or meshes)
+            again.look_at(passed if self.is_long else fewer)
         for count in counts[len(passed) :]:
             if at_most is not None and count > at_most:
                 break
@@ -245,7 +245,7 @@ class LayoutSearch:
                     is_last = count == counts[-1] and math.isinf(self.best_seconds)
                     if small.issuperset(meshes) and not is_last:
                         if again is not None:
-                            again.look_at([count], self.only or meshes)
+                            again.look_at([count])
                         continue
                     so_far = so_far._replace(too_small=small)
                 split = self.split(count, layout.is_pipeline)
@@ -286,14 +286,17 @@ class LayoutSearch:
             is_worse = before < math.inf and best >= before
             if keeps or is_worse or self.are_slower(made, best / HARDLY_MORE):
                 break
+        if again is not None and self.is_long:
+            again.look_below(possible)
         return made, ""
 
     def computing_again(self, made: list[PlannedStep]) -> QuickerAgain | None:
         """What looks for plans on one mesh that compute values again; None where none may."""
         if not self._may_compute_again:
             return None
-        asked = self.options, self.cluster, self.report, self.keep, made, self.best_seconds
-        return QuickerAgain(self.graph, self.split, *asked)
+        all_meshes = logical_meshes(self.options, self.cluster, self.graph, of_stage=False)
+        asked = self.options, self.cluster, self.report, self.keep, made, self.only or all_meshes
+        return QuickerAgain(self.graph, self.split, *asked, self.best_seconds)
 
     def bound_on_one_mesh(self, layout: StageLayout) -> OneMeshBound | None:
         """With how many microbatches one mesh may be quicker than what fits elsewhere, if at all.

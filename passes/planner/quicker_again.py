@@ -20,8 +20,8 @@ from autopar.base.cluster import Cluster
 from autopar.base.errors import BatchArgumentError, InexactMicrobatchError, OptionError
 from autopar.base.options import Options
 from autopar.base.units import format_microbatches
-from autopar.passes.graph.graph import Graph
-from autopar.passes.planner.candidates import PlannedStep, on_one_mesh
+from autopar.passes.graph.graph import Graph, batch_sizes
+from autopar.passes.planner.candidates import PlannedStep, on_one_mesh, quickest
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.least_memory import state_on_devices
 from autopar.passes.planner.one_mesh import WORTH_GATHERING
@@ -29,13 +29,14 @@ from autopar.passes.planner.planned_stage import PlannedStage
 from autopar.passes.planner.recomputed_steps import RecomputedSteps, gathering_again
 from autopar.passes.planner.recomputing_stages import noted
 from autopar.passes.planner.split_step import SplitStep
-from autopar.passes.planner.stage_shardings import HOPELESS, MeshSearch, memory_limit_of
+from autopar.passes.planner.stage_shardings import DEAR, LARGE_PROBLEM, MeshSearch, memory_limit_of
 from autopar.passes.planner.stages_within import seconds_of_best
 from autopar.passes.sharding.gathered_twice import gathered_for_both
 from autopar.passes.sharding.restrict import check_batch
 
 WORTH_SOLVING = 0.25  # of what is missing: what computing again spares where that is not enough
 TRIES = 3  # plans between the choice that keeps least and all
+NEARLY = 1.1  # times the limit, what plans chosen for their bytes need where others may fit
 MAY_BE_QUICKER = 1.05  # times what fits: what computes again writes less, and may still be quicker
 
 
@@ -48,6 +49,7 @@ class QuickerAgain:
       split: it in a number of microbatches, with one loop where a second argument is true.
       best_seconds: of what fits elsewhere.
       keep: takes what fits, as it is found.
+      meshes: the logical shapes that there are.
     """
 
     graph: Graph
@@ -57,6 +59,7 @@ class QuickerAgain:
     report: Callable[[str], None]
     keep: Callable[[list[PlannedStep]], None]
     made: list[PlannedStep]
+    meshes: Sequence[tuple[int, ...]] = ()
     best_seconds: float = math.inf
 
     @property
@@ -127,43 +130,86 @@ class QuickerAgain:
         self.made.append(made)
         return found
 
-    def look_at(self, counts: Sequence[int], meshes: Sequence[tuple[int, ...]]) -> None:
+    def look_at(self, counts: Sequence[int]) -> None:
         """Looks with numbers of microbatches with which nothing fits that keeps all.
+
+        On the first logical shape with which the batch divides; if there is one, whose first axis
+        divides a microbatch's rows.
 
         Args:
           counts: ascending; where more of them take longer, the rest is passed over. So is what
             cannot keep the rows that pass from layer to layer, as fewer microbatches tell.
-          meshes: logical shapes, the first of which is taken with which the batch divides.
         """
-        room, passing = math.inf, 0
+        room, passing, sizes = math.inf, 0, batch_sizes(self.graph)
         for count in counts:
             if passing / count > room:
                 continue
-            before = self.seconds
-            for mesh in meshes:
-                with contextlib.suppress(BatchArgumentError):
-                    check_batch(self.graph, self.options.method, mesh, count)
-                    if steps := self._steps(count):
-                        room = self._room(math.prod(mesh))
-                        passing = steps.crossing_bytes * count
-                        self.look(steps, mesh)
-                    break
+            before, meshes = self.seconds, self._possible(count)
+            even = (x for x in meshes if all(size % (count * x[0]) == 0 for size in sizes))
+            if meshes and (steps := self._steps(count)):
+                mesh = next(even, meshes[0])
+                room = self._room(math.prod(mesh))
+                passing = steps.crossing_bytes * count
+                self.look(steps, mesh)
             if before < math.inf and self.seconds >= before:
                 break
+
+    def look_below(self, counts: Sequence[int]) -> None:
+        """Looks with fewer microbatches than the quickest step has, if that computes again.
+
+        What its mesh could not keep of so many rows it may compute again, too. As long as that is
+        quicker, from more to fewer.
+
+        Args:
+          counts: numbers of microbatches, ascending.
+        """
+        best = quickest(self.made)
+        again = best.split.recomputation if best is not None else None
+        if best is None or again is None or not again.operations:
+            return
+        for count in reversed([x for x in counts if x < best.split.num_microbatches]):
+            before, steps = self.seconds, self._steps(count)
+            if steps is not None:
+                self.look(replace(steps, weights=again.weights > 0), best.planned[0].mesh)
+            if self.seconds >= before:
+                break
+
+    def _possible(self, count: int) -> list[tuple[int, ...]]:
+        """The logical shapes with which the batch divides."""
+        possible = list[tuple[int, ...]]()
+        for mesh in self.meshes:
+            with contextlib.suppress(BatchArgumentError):
+                check_batch(self.graph, self.options.method, mesh, count)
+                possible.append(mesh)
+        return possible
 
     def look(
         self, steps: RecomputedSteps, mesh: tuple[int, ...], free: PlannedStage | None = None
     ) -> None:
-        """Looks on a logical mesh; `free` is the plan that keeps all, where it is known."""
+        """Looks on a logical mesh; `free` is the plan that keeps all, where it is known.
+
+        If a step that is not large hardly fits there, on all others as well.
+        """
+        if steps.crossing_bytes > self._room(math.prod(mesh)):
+            return
+        if not len(steps) or (free is not None and self._misses_more(free, steps.wanted_bytes)):
+            return
+        count = steps.split.num_microbatches
+        self.report(f"{format_microbatches(count)}: {len(steps)} ways to compute values again")
+        if self._hardly_fits(steps, mesh, free):
+            for other in self._possible(count):
+                if other != mesh:
+                    self._hardly_fits(steps, other, None)
+
+    def _hardly_fits(
+        self, steps: RecomputedSteps, mesh: tuple[int, ...], free: PlannedStage | None
+    ) -> bool:
+        """Looks on a logical mesh, and says whether memory binds there though least is kept.
+
+        Of a step that is not large.
+        """
         limit = self._limit
         part = submesh(self.cluster, math.prod(mesh))
-        if steps.crossing_bytes > self._room(part.num_devices):
-            return
-        missing = part.num_devices * (free.peak.bytes - limit) if free else 0
-        if steps.wanted_bytes < missing or not len(steps):
-            return
-        batch = format_microbatches(steps.split.num_microbatches)
-        self.report(f"{batch}: {len(steps)} ways to compute values again")
         known: dict[int, PlannedStage] = {}
 
         @cache
@@ -179,14 +225,21 @@ class QuickerAgain:
         low, high = -1, len(sizes) - 1
         smallest = planned(high)
         if not smallest.fits:  # other shards do, perhaps
-            if smallest.peak.bytes > HOPELESS * limit or smallest.least_seconds > self.seconds:
-                return
+            if smallest.least_seconds > self.seconds:
+                return False
+            lean = self._lean(search(high), smallest)
+            leanest = min(x.peak.bytes for x in lean)
+            if leanest > NEARLY * limit:
+                return False
             spared = free.peak.bytes - smallest.peak.bytes if free else math.inf
-            if free and spared < WORTH_SOLVING * (free.peak.bytes - limit):
-                return
-            known[high] = search(high).within(smallest)
-            if not known[high].fits:
-                return
+            if free and leanest > limit and spared < WORTH_SOLVING * (free.peak.bytes - limit):
+                return False
+            tried = search(high).at_least_price(smallest), *lean
+            fitting = [x for x in tried if x.fits]
+            if not fitting:
+                return not search(high).is_large
+            quickest_lean = min(fitting, key=lambda x: x.step_seconds)
+            known[high] = replace(quickest_lean.proven_by(smallest), unlimited=smallest)
         for _ in range(TRIES if smallest.fits else 0):
             if high - low < 2:
                 break
@@ -207,6 +260,32 @@ class QuickerAgain:
             found = on_one_mesh(best if free is None else noted(best, free), self.cluster, limit)
             self.keep([found])
             self.made.append(found)
+        return not (smallest.fits or search(high).is_large)
+
+    def _misses_more(self, free: PlannedStage, wanted_bytes: int) -> bool:
+        """Whether a step misses more than its backward pass reads, of all devices together.
+
+        The quickest plan may hold much that one chosen for its bytes does not; of a large step that
+        is not looked at.
+        """
+        devices = math.prod(free.mesh)
+        if wanted_bytes >= devices * (free.peak.bytes - self._limit):
+            return False
+        if len(free.built.nodes) > LARGE_PROBLEM:
+            return True
+        part = submesh(self.cluster, devices)
+        search = MeshSearch.of(free.split, free.mesh, self.options, part, None, None)
+        needed = min(x.peak.bytes for x in self._lean(search, free))
+        return wanted_bytes < devices * (needed - self._limit)
+
+    def _lean(self, search: MeshSearch, free: PlannedStage) -> list[PlannedStage]:
+        """Plans that are chosen for their bytes, up to the first that fits."""
+        found = list[PlannedStage]()
+        for number in range(len(DEAR)):
+            found.append(search.dear(free, number))
+            if found[-1].fits:
+                break
+        return found
 
     def _steps(self, count: int) -> RecomputedSteps | None:
         """The choices; None where the step has no one loop over so many microbatches."""

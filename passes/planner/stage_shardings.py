@@ -253,7 +253,8 @@ class MeshSearch:
         if not any(x.fits for x in made) and len(self.remats) > 1:
             made.append(self.tightened(made[1]))
         if any(x.fits for x in made):
-            best = min((x for x in made if x.fits), key=lambda x: x.step_seconds)
+            # What was chosen for its bytes may be quicker than what the rows' account takes to fit.
+            best = min((x for x in (*made, *small) if x.fits), key=lambda x: x.step_seconds)
         else:
             small = small or self.small(made[len(self.remats) - 1])
             made += [*small, *self.least(self.remats[-1])]

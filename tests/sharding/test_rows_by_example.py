@@ -126,8 +126,11 @@ def test_what_is_not_proven_stays(form: Any) -> None:
     made = by_example(graph)
     assert made.jaxpr is graph.jaxpr
     assert not any(sort.by_example for sort in made.row_sorts)
-    step = step_of(loss_of(form))
-    equals_plain_jit(step, some_weights(), some_rows(), microbatches=1)
+
+
+@pytest.mark.parametrize("form", [with_capacity, across_examples, of_compared_keys])
+def test_what_stays_equals_the_plain_step(form: Any) -> None:
+    equals_plain_jit(step_of(loss_of(form)), some_weights(), some_rows(), microbatches=1)
 
 
 def test_one_mixture_of_two_can_be() -> None:
