@@ -29,7 +29,13 @@ from autopar.passes.planner.planned_stage import PlannedStage
 from autopar.passes.planner.recomputed_steps import RecomputedSteps, gathering_again
 from autopar.passes.planner.recomputing_stages import noted
 from autopar.passes.planner.split_step import SplitStep
-from autopar.passes.planner.stage_shardings import DEAR, LARGE_PROBLEM, MeshSearch, memory_limit_of
+from autopar.passes.planner.stage_shardings import (
+    DEAR,
+    HOPELESS,
+    LARGE_PROBLEM,
+    MeshSearch,
+    memory_limit_of,
+)
 from autopar.passes.planner.stages_within import seconds_of_best
 from autopar.passes.sharding.gathered_twice import gathered_for_both
 from autopar.passes.sharding.restrict import check_batch
@@ -227,14 +233,16 @@ class QuickerAgain:
         if not smallest.fits:  # other shards do, perhaps
             if smallest.least_seconds > self.seconds:
                 return False
-            lean = self._lean(search(high), smallest)
-            leanest = min(x.peak.bytes for x in lean)
-            if leanest > NEARLY * limit:
+            is_near = search(high).is_large and smallest.peak.bytes <= HOPELESS * limit
+            lean = [] if is_near else self._lean(search(high), smallest)
+            leanest = min((x.peak.bytes for x in lean), default=smallest.peak.bytes)
+            if lean and leanest > NEARLY * limit:
                 return False
             spared = free.peak.bytes - smallest.peak.bytes if free else math.inf
             if free and leanest > limit and spared < WORTH_SOLVING * (free.peak.bytes - limit):
                 return False
-            tried = search(high).at_least_price(smallest), *lean
+            within = search(high).within if is_near else search(high).at_least_price
+            tried = within(smallest), *lean
             fitting = [x for x in tried if x.fits]
             if not fitting:
                 return not search(high).is_large
