@@ -173,10 +173,11 @@ class QuickerAgain:
         again = best.split.recomputation if best is not None else None
         if best is None or again is None or not again.operations:
             return
+        mesh = best.planned[0].mesh
         for count in reversed([x for x in counts if x < best.split.num_microbatches]):
-            before, steps = self.seconds, self._steps(count)
-            if steps is not None:
-                self.look(replace(steps, weights=again.weights > 0), best.planned[0].mesh)
+            before = self.seconds
+            if mesh in self._possible(count) and (steps := self._steps(count)):
+                self.look(replace(steps, weights=again.weights > 0), mesh)
             if self.seconds >= before:
                 break
 
