@@ -6,7 +6,7 @@
 latency more than anything; the others are the decoder of `recomputing.py` on eight H100s. All on
 one mesh, within several limits. The ratio is what the automatic plan takes over the best of those
 that were asked for: 1 is as good; what is above it the search has missed. The last line is JSON
-with `--json`.
+with `--json`. A limit of `small` takes minutes: numbers that do not fit are tried in every way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autopar.base.errors import AutoparError
 
 ASKED = (1, 2, 4, 8, 16, 32)
 LIMITS = {  # MiB of a device
-    "small": (20, 12, 8, 6, 5, 4, 3),
+    "small": (8, 5, 3),
     "scan": (8192, 5120, 3072),
     "unrolled": (8192, 5120, 3072),
 }
@@ -104,10 +104,14 @@ def main() -> None:
     table = Table(title="one mesh: step of an automatic plan, and with microbatches asked for")
     for heading in ("case", "MiB", "auto", "step", "ratio", *map(str, ASKED), "CPU s of auto"):
         table.add_column(heading, justify="left" if heading == "case" else "right")
-    rows = []
+    rows, progress = list[dict[str, Any]](), Console(stderr=True)
     for case in options.cases:
         for limit in options.limits or LIMITS[case]:
-            auto, *others = (planned(case, limit, count) for count in ("auto", *ASKED))
+            found = list[dict[str, Any]]()
+            for count in ("auto", *ASKED):
+                with progress.status(f"{case} within {limit} MiB: {count} microbatches"):
+                    found.append(planned(case, limit, count))
+            auto, *others = found
             rows += [auto, *others]
             best = min((x["step_ms"] for x in others if "step_ms" in x), default=math.inf)
             own = auto.get("step_ms", math.inf)
