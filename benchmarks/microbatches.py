@@ -53,7 +53,6 @@ def layer(h: jax.Array, w: Any) -> jax.Array:
 
 def small() -> tuple[Any, Any, Any]:
     """The step of the small Transformer, and the shapes of its state and batch."""
-    optimizer = optax.adamw(1e-3)
 
     def loss_of(parameters: Any, batch: Any) -> jax.Array:
         h = parameters["embedding"][batch["x"]]
@@ -62,21 +61,13 @@ def small() -> tuple[Any, Any, Any]:
         logits = h @ parameters["embedding"].T
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
-    def step(state: Any, batch: Any) -> Any:
-        parameters, moments = state
-        loss, gradients = jax.value_and_grad(loss_of)(parameters, batch)
-        updates, moments = optimizer.update(gradients, moments, parameters)
-        return (optax.apply_updates(parameters, updates), moments), loss
-
     def shape(*sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
     weights: Any = {name: shape(WIDTH, WIDTH) for name in "qkvo"} | {"g": shape(WIDTH)}
     weights |= {"up": shape(WIDTH, 4 * WIDTH), "down": shape(4 * WIDTH, WIDTH)}
     parameters = {"embedding": shape(VOCABULARY, WIDTH), "layers": [weights] * LAYERS}
-    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
-    state = parameters, jax.eval_shape(optimizer.init, parameters)
-    return step, state, {"x": tokens, "y": tokens}
+    return recomputing.trained(loss_of, parameters, ROWS, LENGTH)
 
 
 def planned(case: str, limit: int, microbatches: Any) -> dict[str, Any]:

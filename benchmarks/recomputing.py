@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,10 +53,24 @@ def layer(h: jax.Array, weights: Any) -> tuple[jax.Array, None]:
     return h + (jax.nn.silu(x @ w["w1"]) * (x @ w["w3"])) @ w["w2"], None
 
 
+def trained(loss_of: Callable[[Any, Any], jax.Array], parameters: Any, *rows: int) -> Any:
+    """A step with AdamW, and the shapes of its state and of batches of so many tokens."""
+    optimizer = optax.adamw(1e-4)
+
+    def step(state: Any, batch: Any) -> Any:
+        parameters, moments = state
+        loss, gradients = jax.value_and_grad(loss_of)(parameters, batch)
+        updates, moments = optimizer.update(gradients, moments, parameters)
+        return (optax.apply_updates(parameters, updates), moments), loss
+
+    tokens = jax.ShapeDtypeStruct(rows, jnp.int32)
+    state = parameters, jax.eval_shape(optimizer.init, parameters)
+    return step, state, {"x": tokens, "y": tokens}
+
+
 def step_of(form: str, checkpoint: bool) -> tuple[Any, Any, Any]:
     """The step, and the shapes of its state and batch."""
     block = jax.checkpoint(layer) if checkpoint else layer
-    optimizer = optax.adamw(1e-4)
 
     def loss_of(parameters: Any, batch: Any) -> jax.Array:
         h = parameters["embedding"][batch["x"]].astype(jnp.bfloat16)
@@ -66,12 +81,6 @@ def step_of(form: str, checkpoint: bool) -> tuple[Any, Any, Any]:
                 h, _ = block(h, weights)
         logits = (h @ parameters["head"].astype(jnp.bfloat16)).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
-
-    def step(state: Any, batch: Any) -> Any:
-        parameters, moments = state
-        loss, gradients = jax.value_and_grad(loss_of)(parameters, batch)
-        updates, moments = optimizer.update(gradients, moments, parameters)
-        return (optax.apply_updates(parameters, updates), moments), loss
 
     def shape(*sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((LAYERS,) * (form == "scan") + sizes, jnp.float32)
@@ -84,9 +93,7 @@ def step_of(form: str, checkpoint: bool) -> tuple[Any, Any, Any]:
     table = jax.ShapeDtypeStruct((VOCABULARY, WIDTH), jnp.float32)
     head = jax.ShapeDtypeStruct((WIDTH, VOCABULARY), jnp.float32)
     parameters = {"embedding": table, "head": head, "layers": layers}
-    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
-    state = parameters, jax.eval_shape(optimizer.init, parameters)
-    return step, state, {"x": tokens, "y": tokens}
+    return trained(loss_of, parameters, ROWS, LENGTH)
 
 
 def planned(form: str, way: str, limit: float, verify: bool) -> dict[str, Any]:

@@ -203,12 +203,12 @@ class QuickerAgain:
             return
         count = steps.split.num_microbatches
         self.report(f"{format_microbatches(count)}: {len(steps)} ways to compute values again")
-        if self._hardly_fits(steps, mesh, free):
+        if self._look_on(steps, mesh, free):
             for other in self._possible(count):
                 if other != mesh:
-                    self._hardly_fits(steps, other, None)
+                    self._look_on(steps, other, None)
 
-    def _hardly_fits(
+    def _look_on(
         self, steps: RecomputedSteps, mesh: tuple[int, ...], free: PlannedStage | None
     ) -> bool:
         """Looks on a logical mesh, and says whether memory binds there though least is kept.
