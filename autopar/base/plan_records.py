@@ -258,7 +258,8 @@ class Recomputation(Record):
     `saved_bytes` are those of a microbatch on all devices together; `seconds` is what it adds to a
     step, or to the stage's work in it. Of what is kept, so many values (`hosted`) of so many bytes
     wait in the hosts' memory: those of the `host_share` of the layers that come first. All but the
-    last layer, or `every_layer`. So many `weights`, which have `weight_bytes` when they are
+    last layer, or `every_layer`. So many blocks are `joined` with the one before them: what passes
+    between the two is not kept either. So many `weights`, which have `weight_bytes` when they are
     gathered, are not kept so from the forward pass: the backward pass gathers them again.
     """
 
@@ -273,12 +274,15 @@ class Recomputation(Record):
     every_layer: bool = True
     weights: int = 0
     weight_bytes: int = 0
+    joined: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """As of any record, without weights where none are gathered again."""
+        """As of any record, without weights where none are gathered again, or blocks joined."""
         plain = super().to_dict()
         if not self.weights:
             del plain["weights"], plain["weight_bytes"]
+        if not self.joined:
+            del plain["joined"]
         return plain
 
     def __str__(self) -> str:
@@ -295,6 +299,8 @@ class Recomputation(Record):
         more = sum(count for _, count in self.operations[4:])
         what = ", ".join([*shown, *([f"{more} more"] if more else [])])
         where = f"{self.layers} layer" + "s" * (self.layers != 1)
+        if self.joined:
+            where += f", to whose blocks {self.joined} more are joined"
         size, seconds = format_bytes(self.saved_bytes), format_seconds(self.seconds)
         hosted = f"; {self.hosted} values wait in the hosts' memory" if self.hosted else ""
         return (

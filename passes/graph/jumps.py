@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import CONTROL_FLOW, HEAVY, STEPS
+
+
+def never(_: Var) -> bool:
+    """Of no value."""
+    return False
 
 
 def is_real(atom: Var | Literal) -> bool:
@@ -26,20 +32,73 @@ def is_jump(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in STEPS and any(map(is_real, eqn.invars))
 
 
-def compared(eqns: Sequence[JaxprEqn]) -> set[Var]:
+def compared(eqns: Sequence[JaxprEqn], is_given: Callable[[Var], bool] = never) -> set[Var]:
     """Real values that equations compare, or compute by anything but products to compare it.
 
     What they are compared with was made of the same bits: where one of both were computed again,
-    it might be another one.
+    it might be another one. All that is compared may follow from one value alone, as a variance
+    that is at least 0: to compute that one again changes both sides, and it is none of these.
+
+    Args:
+      eqns: in order.
+      is_given: whether a value is never computed again: what follows from it is the same bits.
     """
+    follows = _Following(eqns, is_given)
     found: set[Var] = set()
-    for eqn in reversed(eqns):
-        if is_jump(eqn) or (
+    for number in reversed(range(len(eqns))):
+        eqn = eqns[number]
+        if is_barrier(eqn):
+            pairs = zip(eqn.outvars, eqn.invars, strict=True)
+            found.update(v for made, v in pairs if made in found and isinstance(v, Var))
+        elif number in follows.mixing or (
             eqn.primitive.name not in HEAVY | CONTROL_FLOW and not found.isdisjoint(eqn.outvars)
         ):
             found.update(v for v in eqn.invars if isinstance(v, Var) and is_real(v))
         elif eqn.primitive.name == "scan":
-            body = eqn.params["jaxpr"].jaxpr
-            inside, pairs = compared(body.eqns), zip(eqn.invars, body.invars, strict=True)
-            found.update(v for v, inner in pairs if inner in inside and isinstance(v, Var))
+            found |= follows.in_scans[number]
     return found
+
+
+_SEVERAL = frozenset((object(), object()))
+
+
+class _Following:
+    """From how many real values that are read, and may be computed again, others follow.
+
+    From none, one or several.
+
+    Args:
+      eqns: in order.
+      is_given: as `compared`.
+    """
+
+    def __init__(self, eqns: Sequence[JaxprEqn], is_given: Callable[[Var], bool]) -> None:
+        self.is_given = is_given
+        self.sources: dict[Var, frozenset[object]] = {}
+        self.mixing: set[int] = set()  # equations that compare what follows from several
+        self.in_scans: dict[int, set[Var]] = {}  # what scans compare so
+        for number, eqn in enumerate(eqns):
+            if is_barrier(eqn):
+                each = zip(eqn.outvars, map(self._of, eqn.invars), strict=True)
+                self.sources.update(each)
+                continue
+            together = frozenset[object]().union(*map(self._of, eqn.invars))
+            if len(together) > 1:
+                together = _SEVERAL
+                if is_jump(eqn):
+                    self.mixing.add(number)
+            if eqn.primitive.name == "scan":
+                body = eqn.params["jaxpr"].jaxpr
+                pairs = list(zip(body.invars, eqn.invars, strict=True))
+                given = {x for x, outer in pairs if not self._of(outer)}
+                inside = compared(body.eqns, given.__contains__)
+                compares = {v for x, v in pairs if x in inside and isinstance(v, Var)}
+                self.in_scans[number] = compares
+            self.sources.update(dict.fromkeys(eqn.outvars, together))
+
+    def _of(self, atom: Var | Literal) -> frozenset[object]:
+        if isinstance(atom, Literal):
+            return frozenset()
+        if atom in self.sources:
+            return self.sources[atom]
+        return frozenset(() if self.is_given(atom) or not is_real(atom) else (atom,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 from jax.extend.core import JaxprEqn
 
@@ -16,6 +16,7 @@ from autopar.passes.graph.primitives import keeps_order
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.choice import KeptChoice, KeptValues
+from autopar.passes.recompute.joined_blocks import JoinedBlocks
 from autopar.passes.recompute.read_again import with_weights_read_again
 from autopar.passes.recompute.run_again import recomputed
 from autopar.passes.recompute.without_loop import without_loop
@@ -164,30 +165,44 @@ class RecomputedSteps:
 
     def __getitem__(self, place: int) -> SplitStep:
         """The steps, from the one that keeps most."""
-        return self._made(self.values.family[place])
+        return self.made(self.values.family[place])
 
     def as_recorded(self, again: Recomputation) -> SplitStep:
         """The step that keeps what a plan says."""
         if again.host_share:
-            return self._made(self.values.hosting(again.price, again.host_share))
-        return self._made(self.values.at(again.price, every_layer=again.every_layer))
+            return self.made(self.values.hosting(again.price, again.host_share))
+        values = self._joining(again.joined, again.every_layer)
+        return self.made(values.at(again.price, every_layer=again.every_layer))
 
-    def _made(self, kept: KeptChoice) -> SplitStep:
-        step, loop = recomputed(self.values, kept), self.values.parts.loop
+    @cached_property
+    def joined(self) -> JoinedBlocks:
+        """The ways to keep less than the least of what passes from layer to layer."""
+        return JoinedBlocks(self.values)
+
+    def _joining(self, joined: int, every_layer: bool) -> KeptValues:
+        """The values of the step with so many joined blocks, of every layer or all but the last."""
+        if not joined or every_layer != self.values.at_once:
+            return self.joined.of(joined)
+        return JoinedBlocks(replace(self.values, at_once=not every_layer)).of(joined)
+
+    def made(self, kept: KeptChoice) -> SplitStep:
+        """The step of a choice."""
+        values = self._joining(kept.joined, kept.every_layer)
+        step, loop = recomputed(values, kept), values.parts.loop
         read_again = ()
         if self.weights:
             step, read_again = with_weights_read_again(step)
         if loop.num_microbatches == 1 and not loop.tasks:
             step = without_loop(step)
-        eqns = self.values.parts.body.eqns
+        eqns = values.parts.body.eqns
         counts, seconds = Counter[str](), defaultdict[str, float](float)
         runs = [(eqns[number], 1) for _, number in sorted(kept.again)]
-        pairs = [(self.values.pairs[number][1], cut) for number, cut in kept.scans]
+        pairs = [(values.pairs[number][1], cut) for number, cut in kept.scans]
         runs += [(eqn, pair.length) for pair, cut in pairs for eqn in pair.equations(cut)]
         for eqn, times in runs:
             name = eqn.primitive.name
             counts[name] += times
-            seconds[name] += times * self.values.seconds_of(eqn)
+            seconds[name] += times * values.seconds_of(eqn)
         layers = len({layer for layer, _ in kept.again})
         layers += sum(pair.length for pair, cut in pairs if cut.again)
         again = Recomputation(
@@ -202,5 +217,6 @@ class RecomputedSteps:
             every_layer=kept.every_layer,
             weights=len(read_again),
             weight_bytes=sum(map(bytes_of, read_again)),
+            joined=kept.joined,
         )
         return replace(self.split, step=step, rules=populate(step.graph.jaxpr), recomputation=again)

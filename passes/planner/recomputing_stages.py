@@ -3,7 +3,8 @@
 Between keeping all that the backward pass reads and computing all of it again lie the choices of
 `passes/recompute/choice.py`: values that are large and quick to make go first, as the scores of
 attention do (Korthikanti et al., "Reducing activation recomputation in large transformer models",
-2022). A stage makes its own choice, by what it has in flight.
+2022). A stage makes its own choice, by what it has in flight. Where the least of these is too much,
+several of its blocks run again at once (`passes/recompute/joined_blocks.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from autopar.base.options import Options
 from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage
 from autopar.passes.planner.recomputed_steps import RecomputedSteps
 from autopar.passes.planner.stage_shardings import MeshSearch, memory_limit_of
+from autopar.passes.recompute.choice import KeptChoice
 
 PAYS = 1.01  # times what a stage takes with any memory: with less, nothing else is looked for
 CHOICES = 15  # that are asked for at most, of those that there are: four are planned
@@ -46,11 +48,13 @@ def recomputing_stage(
     if missing <= 0:
         return planned
     steps = RecomputedSteps.of(planned.split, part, at_once=place.at_once)
-    if max(place.in_flight.values(), default=1) * steps.most_saved_bytes < missing:
+    needed, best = missing / max(place.in_flight.values(), default=1), planned
+    joined = _joined(steps, free, planned, needed)
+    if not joined and steps.most_saved_bytes < needed:
         return planned
-    keeping, best = planned.fits and not planned.remat, planned
+    keeping = planned.fits and not planned.remat
     for mesh in dict.fromkeys((free.mesh, planned.mesh)):
-        found = _on_mesh(steps, mesh, place, options, part, keeping)
+        found = _on_mesh(steps, joined, mesh, place, options, part, keeping)
         if found is not None and _order(found) < _order(best):
             best = found
         if found is not None and found.fits:
@@ -72,8 +76,27 @@ def noted(planned: PlannedStage, free: PlannedStage) -> PlannedStage:
     return replace(planned, split=split, unlimited=free)
 
 
+def _joined(
+    steps: RecomputedSteps, free: PlannedStage, planned: PlannedStage, needed: float
+) -> Sequence[KeptChoice]:
+    """The choices with joined blocks that spare what is `needed` of a microbatch and may pay.
+
+    So many bytes of all devices; they may be quicker than what is `planned`, if that fits.
+    """
+    numbers = range(len(steps.joined))
+    first = bisect_left(numbers, needed, key=lambda number: steps.joined[number].saved_bytes)
+    if first == len(numbers):
+        return []
+    count, devices = steps.split.num_microbatches, steps.num_devices
+    longer = steps.joined[first].seconds * count / devices
+    if planned.fits and free.step_seconds + longer >= planned.step_seconds:
+        return []
+    return [steps.joined[first + more] for more in _evenly(len(numbers) - first)]
+
+
 def _on_mesh(
     steps: RecomputedSteps,
+    joined: Sequence[KeptChoice],
     mesh: tuple[int, ...],
     place: PlaceInPipeline,
     options: Options,
@@ -82,14 +105,16 @@ def _on_mesh(
 ) -> PlannedStage | None:
     """The plan on a logical mesh with the choice that keeps most with which the quickest fits.
 
-    Where it does not with any, the one within the memory with the choice that keeps least; None if
-    a plan that is `keeping` everything fits: it is the better one then.
+    Of those with `joined` blocks, if it does with none that keeps what passes between layers. Where
+    it does not with any, the one within the memory with the choice of the latter that keeps least;
+    None if a plan that is `keeping` everything fits: it is the better one then.
     """
     own, choices = replace(options, remat="none"), _evenly(len(steps))
+    kept = [*(steps.values.family[choice] for choice in choices), *joined]
 
     @cache
     def search(number: int) -> MeshSearch:
-        split = steps[choices[number]]
+        split = steps.made(kept[number])
         graph = replace(place.graph, step=split.step)
         return MeshSearch.of(split, mesh, own, part, None, place._replace(graph=graph))
 
@@ -97,11 +122,13 @@ def _on_mesh(
     def free(number: int) -> PlannedStage:
         return search(number).free()
 
-    numbers = range(len(choices))
-    first = bisect_left(numbers, True, key=lambda number: free(number).fits)
-    if first < len(numbers):
-        return free(first)
-    return None if keeping or not numbers else search(numbers[-1]).within(free(numbers[-1]))
+    parts = range(len(choices)), range(len(choices), len(kept))
+    for numbers in parts:
+        first = bisect_left(numbers, True, key=lambda number: free(number).fits)
+        if first < len(numbers):
+            return free(numbers[first])
+    last = len(choices) - 1
+    return None if keeping or last < 0 else search(last).within(free(last))
 
 
 def _evenly(count: int) -> Sequence[int]:

@@ -64,6 +64,7 @@ class KeptChoice:
       host_share: the share of the layers, the first ones, whose kept values these are.
       every_layer: the last one too, or all that its backward pass reads is kept.
       scans: what backward scans compute again in each iteration, by the number of the forward scan.
+      joined: so many blocks run again with the one before them (`joined_blocks`).
     """
 
     price: float
@@ -76,6 +77,7 @@ class KeptChoice:
     host_share: float = 0.0
     every_layer: bool = True
     scans: tuple[tuple[int, StackCut], ...] = ()
+    joined: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class KeptValues:
       write_seconds_of: for each byte of what an equation makes that is kept, and would not be
         written otherwise, on one device.
       stack_seconds_of: for each byte of what an equation makes that a loop stacks, on one device.
+      joined: so many blocks are one layer with the one before them.
     """
 
     parts: Anatomy
@@ -101,6 +104,7 @@ class KeptValues:
     at_once: bool = True
     write_seconds_of: Seconds = lambda eqn: 0.0
     stack_seconds_of: Seconds = lambda eqn: 0.0
+    joined: int = 0
 
     @classmethod
     def of(
@@ -199,7 +203,7 @@ class KeptValues:
 
     def _at_prices(self) -> list[KeptChoice]:
         """The choices at some prices, more of these where choices differ most in what they save."""
-        lowest, highest = self._prices()
+        lowest, highest = self.prices
         if not highest:
             return []
         found = [self.at(price, every_layer=not self.at_once) for price in (lowest, highest)]
@@ -284,6 +288,7 @@ class KeptValues:
             seconds,
             every_layer=every_layer,
             scans=tuple(cuts),
+            joined=self.joined,
         )
 
     @cached_property
@@ -352,11 +357,16 @@ class KeptValues:
 
     @cached_property
     def _compared(self) -> frozenset[Var]:
-        """What the backward pass compares: with what follows from the same bits."""
-        eqns = self.parts.body.eqns
-        return frozenset(compared([eqns[number] for number in sorted(self.late)]))
+        """What the backward pass compares with what else follows from the same bits."""
+        eqns, constants = self.parts.body.eqns, set[Var]()
+        for eqn in eqns:
+            if constants.issuperset(variables(eqn.invars)) and not eqn.effects:
+                constants.update(eqn.outvars)
+        late = [eqns[number] for number in sorted(self.late)]
+        return frozenset(compared(late, lambda var: var in constants or var not in self.maker))
 
-    def _prices(self) -> tuple[float, float]:
+    @cached_property
+    def prices(self) -> tuple[float, float]:
         """Prices between which the choices lie."""
         eqns = self.parts.body.eqns
         numbers = {number for number in self.layer_of if self.may_run_again(number)}

@@ -256,16 +256,19 @@ def _deepest(several: list[Depths]) -> Depths:
 def _ties(jaxpr: Jaxpr, rules: Rules) -> Iterator[tuple[list[Place], int]]:
     """The dimensions that are one loop in any equation.
 
-    But for those of what is made from nothing: zeros may begin many sums, of loops as long.
+    But for those of what is made from nothing: zeros may begin many sums, of loops as long, and be
+    what a branch returns for all that another one has made.
     """
-    for body in _bodies(jaxpr):
-        made: set[Var] = set()
+    bodies, made = [*_bodies(jaxpr)], set[Var]()
+    for body in bodies:
+        for eqn in body.eqns:
+            if all(isinstance(atom, Literal) or atom in made for atom in eqn.invars):
+                made.update(eqn.outvars)
+    for body in bodies:
         for eqn in body.eqns:
             for places, size in ties(eqn, rules):
                 if places := [place for place in places if place[0] not in made]:
                     yield places, size
-            if all(isinstance(atom, Literal) or atom in made for atom in eqn.invars):
-                made.update(eqn.outvars)
 
 
 def _bodies(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
