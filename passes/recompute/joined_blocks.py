@@ -81,7 +81,7 @@ class JoinedBlocks:
 
     @cached_property
     def _price(self) -> float:
-        """About the least price of a byte at which the last choice spares hardly less than at any."""
+        """About the least price of a byte at which the last choice spares as much as at any."""
         low, high = self.of(len(self)).prices
         most = self._at(len(self), high).saved_bytes
         for _ in range(_HALVINGS):

@@ -9,31 +9,39 @@ all parts, if the devices divide the heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.base.user_code import warn
-from autopar.passes.graph.graph import Graph, user_source, walk
+from autopar.passes.graph.graph import Graph, user_source, variables, walk
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.loop_kinds import INNER, LoopKinds
+
+_TAKES_PARTS = ("split", "slice", "dynamic_slice", "gather")
 
 
 def warn_of_fused(graph: Graph, rules: Rules, kinds: LoopKinds, method: str, parts: int) -> None:
     """Warn once of inner loops whose parts so many devices cannot share."""
-    found: dict[str, tuple[int, tuple[int, ...]]] = {}
+    found: dict[str, tuple[int, tuple[int, ...], bool]] = {}
+    readers: dict[Var, list[JaxprEqn]] = defaultdict(list)
     for eqn in walk(graph.jaxpr):
-        if eqn.primitive.name in ("reshape", "split", "slice"):
+        for var in variables(eqn.invars):
+            readers[var].append(eqn)
+    for eqn in walk(graph.jaxpr):
+        if eqn.primitive.name in ("reshape", *_TAKES_PARTS):
             for size, sizes in _fused(eqn, rules, kinds, parts):
-                found.setdefault(user_source(eqn), (size, sizes))
+                apart = eqn.primitive.name != "reshape" or _is_taken_apart(eqn, sizes, readers)
+                found.setdefault(user_source(eqn), (size, sizes, apart))
     if parts < 2 or not found:
         return
-    (size, sizes), *_ = found.values()
+    (size, sizes, apart), *_ = found.values()
     places = [*found]
     more = f" and {len(places) - 3} more" if len(places) > 3 else ""
     where = ", ".join(places[:3]) + more
     many, first = (", ".join(map(str, x)) for x in (sizes, (*sizes[1:2], sizes[0], *sizes[2:])))
-    if sizes[0] > parts:  # no parts of one matrix: heads, and too few devices divide them
+    if sizes[0] > parts or not apart:  # heads, that the devices do not divide
         fewer = math.gcd(sizes[0], parts)
         warn(
             f"method={method!r} cannot share {sizes[0]} heads, or what else {size} columns have so "
@@ -56,6 +64,35 @@ def warn_of_fused(graph: Graph, rules: Rules, kinds: LoopKinds, method: str, par
         f"let what is cut come first, as ({first}): a kernel whose columns are ordered so, by "
         "heads for instance; or use a projection for each part.",
     )
+
+
+def _is_taken_apart(
+    eqn: JaxprEqn, sizes: tuple[int, ...], readers: Mapping[Var, Sequence[JaxprEqn]]
+) -> bool:
+    """Whether parts are taken of the outermost of the dimensions that a reshape makes.
+
+    Of the columns that are so many times so many. Nobody takes apart heads.
+    """
+    shape = eqn.outvars[0].aval.shape
+    places = (n for n in range(len(shape)) if shape[n : n + len(sizes)] == sizes)
+    left = [(eqn.outvars[0], place) for place in places]
+    seen = set[tuple[Var, int]]()
+    while left:
+        var, place = left.pop()
+        if (var, place) in seen:
+            continue
+        seen.add((var, place))
+        for reader in readers.get(var, ()):
+            made = reader.outvars[0]
+            if reader.primitive.name in _TAKES_PARTS:
+                taken = made.aval.shape
+                if len(taken) < len(var.aval.shape) or taken[place] < var.aval.shape[place]:
+                    return True
+            elif reader.primitive.name == "transpose":
+                left.append((made, reader.params["permutation"].index(place)))
+            elif made.aval.shape == var.aval.shape:
+                left.append((made, place))
+    return False
 
 
 def _fused(

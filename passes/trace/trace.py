@@ -21,6 +21,7 @@ from autopar.base.rare_collections import rare_collections
 from autopar.passes.graph import graph as graphs
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.counted_indices import with_batches
+from autopar.passes.graph.counted_slices import with_slices_of_batch
 from autopar.passes.graph.graph import Graph
 from autopar.passes.graph.logical import on_logical_shapes
 from autopar.passes.trace import roles
@@ -189,6 +190,7 @@ def trace(
         raise
     jaxpr = with_annotations(graph.jaxpr, arguments) if constraints == "pin" else graph.jaxpr
     graph = Graph(jaxpr, (*inputs, *constants), outputs, graph.constants)
+    graph = with_slices_of_batch(graph)
     out_statics = tuple((i, leaf) for i, leaf in enumerate(leaves) if not traced[i])
     arguments = tuple(replace(argument, value=None) for argument in arguments)
     return Traced(graph, signature, convention, tree, out_statics, size, arguments)

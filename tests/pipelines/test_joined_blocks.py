@@ -117,7 +117,9 @@ ASKED: dict[str, Any] = {"stages": 2, "microbatches": 6, "schedule": "gpipe"}
 @functools.cache
 def limit() -> int:
     """Between the memory with all blocks apart, and with all of a stage computed again."""
-    kept, full = (planned(remat=remat).estimates.peak_bytes_per_device for remat in ("auto", "full"))
+    kept, full = (
+        planned(remat=remat).estimates.peak_bytes_per_device for remat in ("auto", "full")
+    )
     return (2 * kept + full) // 3
 
 

@@ -1,0 +1,129 @@
+"""Gradients that a loop accumulates by its own count, over parts of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sharding.steps import graph_of
+
+import autopar
+from autopar.passes.graph.counted_slices import with_slices_of_batch
+from autopar.passes.graph.graph import walk
+
+PARTS, ROWS = 4, 32
+Parts = Callable[[int, Any], Any]
+
+
+def params() -> Any:
+    keys = jax.random.split(jax.random.key(0), 2)
+    return {"up": jax.random.normal(keys[0], (8, 16)), "down": jax.random.normal(keys[1], (16, 3))}
+
+
+def batch(axis: int = 0) -> Any:
+    x = jax.random.normal(jax.random.key(1), (ROWS, 8))
+    return {"x": x if axis == 0 else x.T, "y": jnp.arange(ROWS) % 3}
+
+
+def by_slices(axis: int) -> Parts:
+    rows = ROWS // PARTS
+
+    def take(number: Any, batch: Any) -> Any:
+        x = jax.lax.dynamic_slice_in_dim(batch["x"], number * rows, rows, axis)
+        y = jax.lax.dynamic_slice_in_dim(batch["y"], number * rows, rows)
+        return (x if axis == 0 else x.T), y
+
+    return take
+
+
+def loss_of(params: Any, x: Any, y: Any) -> Any:
+    scores = jnp.tanh(x @ params["up"]) @ params["down"]
+    return -jnp.mean(jax.nn.log_softmax(scores)[jnp.arange(len(y)), y])
+
+
+def accumulating(take: Parts, loop: str = "fori") -> Any:
+    def step(params: Any, batch: Any) -> Any:
+        def add(number: Any, total: Any) -> Any:
+            found = jax.value_and_grad(loss_of)(params, *take(number, batch))
+            return jax.tree.map(jnp.add, total, found)
+
+        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        if loop == "fori":
+            loss, gradients = jax.lax.fori_loop(0, PARTS, add, zeros)
+        else:
+            numbers = jnp.arange(PARTS)
+            (loss, gradients), _ = jax.lax.scan(
+                lambda total, number: (add(number, total), None), zeros, numbers
+            )
+        return jax.tree.map(lambda w, g: w - 0.1 * g / PARTS, params, gradients), loss / PARTS
+
+    return step
+
+
+def slices(step: Any, *args: Any) -> int:
+    graph = graph_of(step, *args)
+    found = with_slices_of_batch(graph)
+    return sum(eqn.primitive.name == "dynamic_slice" for eqn in walk(found.jaxpr))
+
+
+@pytest.mark.parametrize("loop", ["fori", "numbers"])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("count", [1, 4])
+def test_it_is_planned_as_slices_of_the_batch(loop: str, axis: int, count: int) -> None:
+    step = accumulating(by_slices(axis), loop)
+    args = params(), batch(axis)
+    assert axis or not slices(step, *args)
+    options: dict[str, Any] = {"microbatches": count, "method": "data"}
+    options["batch_axes"] = (None, {"x": axis, "y": 0})
+    expected = jax.jit(step)(*args)
+    found = autopar.compile(step, *args, **options)(*args)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
+def of_few_rows(number: Any, batch: Any) -> Any:
+    return tuple(jax.lax.dynamic_slice_in_dim(batch[n], number * 8, 4) for n in "xy")
+
+
+def one_row_further(number: Any, batch: Any) -> Any:
+    return tuple(jax.lax.dynamic_slice_in_dim(batch[n], number * 8 + 1, 8) for n in "xy")
+
+
+def backwards(number: Any, batch: Any) -> Any:
+    return tuple(jax.lax.dynamic_slice_in_dim(batch[n], 24 - number * 8, 8) for n in "xy")
+
+
+def twice_the_first(number: Any, batch: Any) -> Any:
+    begin = jnp.maximum(number - 1, 0) * 8
+    return tuple(jax.lax.dynamic_slice_in_dim(batch[n], begin, 8) for n in "xy")
+
+
+@pytest.mark.parametrize("take", [of_few_rows, one_row_further, backwards, twice_the_first])
+def test_other_parts_stay(take: Parts) -> None:
+    step = accumulating(take)
+    assert slices(step, params(), batch()) == 2
+    args = params(), batch()
+    expected = jax.jit(step)(*args)
+    found = autopar.compile(step, *args, microbatches=1)(*args)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
+def test_weights_that_a_loop_takes_stay() -> None:
+    """They are no parts of the batch."""
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            def layer(number: Any, x: Any) -> Any:
+                return jnp.tanh(x @ jax.lax.dynamic_index_in_dim(weights, number, 0, False))
+
+            return jnp.mean(jax.lax.fori_loop(0, 3, layer, x) ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(weights)
+        return weights - 0.1 * gradient, value
+
+    assert slices(step, jnp.ones((3, 8, 8)), jnp.ones((16, 8))) > 0
