@@ -132,6 +132,13 @@ def test_no_batch_argument() -> None:
             trace(step, (PARAMS,), **request)
 
 
+def test_no_leaf_is_named() -> None:
+    with pytest.raises(BatchArgumentError, match="needs a batch") as caught:
+        trace(train, (PARAMS, X, Y), microbatches=4, batch_axes=(None, None, None))
+    assert caught.value.where == "batch_axes=(None, None, None)"
+    assert "names no dimension" in str(caught.value.why)
+
+
 def test_a_batch_that_does_not_divide() -> None:
     with pytest.raises(BatchArgumentError, match="16 examples cannot be divided into 3") as caught:
         trace(train, (PARAMS, X, Y), microbatches=3)
@@ -356,6 +363,24 @@ def test_parameters_that_come_back_as_they_were_are_no_batch() -> None:
     plan = autopar.plan(scores, params, np.arange(8, dtype=np.int32))
     roles = {leaf.path: leaf.role for leaf in plan.inputs}
     assert roles == {"params['emb']": "state", "params['unused']": "state", "tokens": "batch"}
+
+
+def test_a_size_that_all_leaves_have_is_named_wherever_it_is() -> None:
+    """Steps of environments, and what these are left in."""
+
+    def step(params: Any, steps: Any, last: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return jnp.mean(jnp.cumsum(steps["reward"], 0)[-1] * (last @ params))
+
+        return params - 0.1 * jax.grad(loss)(params)
+
+    steps = {name: jax.ShapeDtypeStruct((8, 16), jnp.float32) for name in ("reward", "value")}
+    last = jax.ShapeDtypeStruct((16, 4), jnp.float32)
+    with pytest.raises(BatchArgumentError, match="ambiguous") as refused:
+        trace(step, (jax.ShapeDtypeStruct((4,), jnp.float32), steps, last), microbatches=2)
+    hint = str(refused.value.hint)
+    assert "for 16 examples: batch_axes=(None, 1, 0)" in hint
+    assert "for 8 examples: batch_axes=(None, 0, None)" in hint
 
 
 def test_an_ambiguous_batch_has_a_line_for_every_argument() -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.passes.graph.barriers import is_barrier
+from autopar.passes.graph.graph import variables
 from autopar.passes.graph.primitives import CONTROL_FLOW, HEAVY, STEPS
 
 
@@ -30,6 +31,15 @@ def is_jump(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name == "convert_element_type":
         return is_real(eqn.invars[0]) and not is_real(eqn.outvars[0])
     return eqn.primitive.name in STEPS and any(map(is_real, eqn.invars))
+
+
+def made_from_nothing(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """What equations make of literals alone: the same bits, whenever it is made."""
+    made = set[Var]()
+    for eqn in eqns:
+        if made.issuperset(variables(eqn.invars)) and not eqn.effects:
+            made.update(eqn.outvars)
+    return made
 
 
 def compared(eqns: Sequence[JaxprEqn], is_given: Callable[[Var], bool] = never) -> set[Var]:

@@ -30,7 +30,7 @@ def warn_of_fused(graph: Graph, rules: Rules, kinds: LoopKinds, method: str, par
         for var in variables(eqn.invars):
             readers[var].append(eqn)
     for eqn in walk(graph.jaxpr):
-        if eqn.primitive.name in ("reshape", *_TAKES_PARTS):
+        if eqn.primitive.name in ("reshape", "split", "slice"):
             for size, sizes in _fused(eqn, rules, kinds, parts):
                 apart = eqn.primitive.name != "reshape" or _is_taken_apart(eqn, sizes, readers)
                 found.setdefault(user_source(eqn), (size, sizes, apart))

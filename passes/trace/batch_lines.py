@@ -30,7 +30,12 @@ def ambiguous(arguments: Sequence[Argument], leaves: Sequence[Leaf]) -> BatchArg
         lines.append(f"- ... {len(listed)} leaves in all")
 
     def line(size: int) -> str:
-        return axes_line(arguments, {i: 0 for i, own in candidates.items() if own == size})
+        axes = {
+            leaf.index: leaf.shape.index(size) for leaf in leaves if leaf.shape.count(size) == 1
+        }
+        if len(axes) < len(leaves):
+            axes = {i: 0 for i, own in candidates.items() if own == size}
+        return axes_line(arguments, axes)
 
     # The sizes of most leaves, and for every argument that of most of its own.
     sizes = [size for size, _ in counts.most_common(3)]

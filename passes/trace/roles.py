@@ -339,9 +339,14 @@ _NO_AXIS = object()
 
 
 def check_division(
-    inputs: Sequence[Input], shapes: Sequence[Any], *, microbatches: int | str, method: str
+    inputs: Sequence[Input],
+    shapes: Sequence[Any],
+    *,
+    microbatches: int | str,
+    method: str,
+    batch_axes: Any = None,
 ) -> int | None:
-    """The batch size, once it is known to divide.
+    """The batch size, once it is known to divide; `batch_axes` is what the user says of it.
 
     Raises:
       BatchArgumentError: there is no batch, or its size is not a multiple of `microbatches`.
@@ -355,6 +360,14 @@ def check_division(
     if not sizes:
         if several or method in (*BATCH_METHODS, *LOOP_METHODS):
             asked = f"microbatches={microbatches}" if several else f"method={method!r}"
+            if batch_axes is not None:
+                raise BatchArgumentError(
+                    f"{asked} needs a batch, and no argument holds one.",
+                    where=f"batch_axes={batch_axes!r}",
+                    why="it names no dimension of any array.",
+                    hint="name that of the examples, as the in_axes of jax.vmap do; or use "
+                    "microbatches=1 and a method for steps without a batch, as 'auto'.",
+                )
             named = [*dict.fromkeys(f"{x.path} ({x.role})" for x in inputs)]
             if len(named) > 6:  # data comes last, mostly
                 named[3:-3] = [f"{len(named) - 6} more"]

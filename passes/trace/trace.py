@@ -184,7 +184,8 @@ def trace(
     constants = graph.inputs[len(inputs) :]
     try:
         shapes = signature.shapes
-        size = roles.check_division(inputs, shapes, microbatches=microbatches, method=method)
+        asked: dict[str, Any] = {"microbatches": microbatches, "method": method}
+        size = roles.check_division(inputs, shapes, batch_axes=batch_axes, **asked)
     except BatchArgumentError as error:
         tell_batch(error, graph.jaxpr, inputs, arguments, batch_argnums, batch_axes)
         raise

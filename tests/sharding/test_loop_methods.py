@@ -321,3 +321,41 @@ def test_a_tied_vocabulary_is_cut_on_its_other_stage_too() -> None:
     last = plan.stages[-1]
     whole = vocabulary * width * 4
     assert not [c for c in last.collectives if c.kind == "all-gather" and c.bytes >= whole]
+
+
+def test_fewer_heads_than_devices_are_told_as_heads() -> None:
+    """Two heads of 64 have as many columns as two parts of 64 would."""
+
+    def loss(p: Weights, x: Any) -> Any:
+        rows, length, width = x.shape
+        q, k, v = ((x @ p[n]).reshape(rows, length, 2, width // 2) for n in "qkv")
+        mixed = jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+        x = x + mixed.reshape(rows, length, width) @ p["o"]
+        return jnp.mean((x + jnp.tanh(x @ p["up"]) @ p["down"]).astype(jnp.float32) ** 2)
+
+    half = functools.partial(shaped, dtype=jnp.bfloat16)
+    weights = {name: half(256, 256) for name in "qkvo"}
+    weights |= {"up": half(256, 512), "down": half(512, 256)}
+    asked: dict[str, Any] = {"method": "megatron", "stages": 1, "microbatches": 1}
+    with pytest.warns(autopar.errors.AutoparWarning, match="cannot share 2 heads"):
+        autopar.plan(descent(loss), weights, half(8, 128, 256), cluster=H100, **asked)
+
+
+@pytest.mark.parametrize("rows", [32, 64])
+def test_a_layer_that_is_left_out_by_chance_is_cut(rows: int) -> None:
+    """As many rows as columns: what a branch fills with zeros is not both."""
+
+    def loss(p: Weights, x: Any) -> Any:
+        def layer(h: Any) -> Any:
+            return h + jnp.tanh(h @ p["up"]) @ p["down"]
+
+        h = x @ p["first"]
+        h = jax.lax.cond(jnp.sum(p["gate"]) > 0, layer, lambda h: h, h)
+        return jnp.mean((h @ p["last"]) ** 2)
+
+    weights = {"first": shaped(8, 16), "up": shaped(16, 32), "down": shaped(32, 16)}
+    weights |= {"last": shaped(16, 3), "gate": shaped(2)}
+    asked: dict[str, Any] = {"method": "megatron", "stages": 1, "microbatches": 1}
+    plan = autopar.plan(descent(loss), weights, shaped(rows, 8), cluster=H100, **asked)
+    (up,) = (leaf for leaf in plan.inputs if "'up'" in leaf.path)
+    assert up.spec == COLUMNS
