@@ -10,7 +10,7 @@ several of its blocks run again at once (`passes/recompute/joined_blocks.py`).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -49,12 +49,19 @@ def recomputing_stage(
         return planned
     steps = RecomputedSteps.of(planned.split, part, at_once=place.at_once)
     needed, best = missing / max(place.in_flight.values(), default=1), planned
-    joined = _joined(steps, free, planned, needed)
-    if not joined and steps.most_saved_bytes < needed:
+    apart: list[KeptChoice] = []  # what passes between layers is kept
+    if steps.most_saved_bytes >= needed:
+        apart = [steps.values.family[number] for number in _evenly(len(steps))]
+
+    @cache
+    def joined() -> Sequence[KeptChoice]:
+        return _joined(steps, free, planned, needed)
+
+    if not apart and not joined():
         return planned
     keeping = planned.fits and not planned.remat
     for mesh in dict.fromkeys((free.mesh, planned.mesh)):
-        found = _on_mesh(steps, joined, mesh, place, options, part, keeping)
+        found = _on_mesh(steps, apart, joined, mesh, place, options, part, keeping)
         if found is not None and _order(found) < _order(best):
             best = found
         if found is not None and found.fits:
@@ -96,7 +103,8 @@ def _joined(
 
 def _on_mesh(
     steps: RecomputedSteps,
-    joined: Sequence[KeptChoice],
+    apart: Sequence[KeptChoice],
+    joined: Callable[[], Sequence[KeptChoice]],
     mesh: tuple[int, ...],
     place: PlaceInPipeline,
     options: Options,
@@ -105,12 +113,11 @@ def _on_mesh(
 ) -> PlannedStage | None:
     """The plan on a logical mesh with the choice that keeps most with which the quickest fits.
 
-    Of those with `joined` blocks, if it does with none that keeps what passes between layers. Where
-    it does not with any, the one within the memory with the choice of the latter that keeps least;
-    None if a plan that is `keeping` everything fits: it is the better one then.
+    Of those with `joined` blocks, if it does with none of layers that are `apart`. Where it does
+    not with any, the one within the memory with the choice of the latter that keeps least; None if
+    there is none, or a plan that is `keeping` everything fits: it is the better one then.
     """
-    own, choices = replace(options, remat="none"), _evenly(len(steps))
-    kept = [*(steps.values.family[choice] for choice in choices), *joined]
+    own, kept = replace(options, remat="none"), [*apart]
 
     @cache
     def search(number: int) -> MeshSearch:
@@ -122,13 +129,17 @@ def _on_mesh(
     def free(number: int) -> PlannedStage:
         return search(number).free()
 
-    parts = range(len(choices)), range(len(choices), len(kept))
-    for numbers in parts:
-        first = bisect_left(numbers, True, key=lambda number: free(number).fits)
-        if first < len(numbers):
-            return free(numbers[first])
-    last = len(choices) - 1
-    return None if keeping or last < 0 else search(last).within(free(last))
+    def first_that_fits(numbers: Sequence[int]) -> PlannedStage | None:
+        place = bisect_left(numbers, True, key=lambda number: free(number).fits)
+        return free(numbers[place]) if place < len(numbers) else None
+
+    if (found := first_that_fits(range(len(apart)))) is not None:
+        return found
+    kept += joined()
+    if (found := first_that_fits(range(len(apart), len(kept)))) is not None:
+        return found
+    least = len(apart) - 1
+    return None if keeping or least < 0 else search(least).within(free(least))
 
 
 def _evenly(count: int) -> Sequence[int]:

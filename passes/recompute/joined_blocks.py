@@ -29,6 +29,7 @@ class JoinedBlocks:
     def __init__(self, values: KeptValues) -> None:
         self.values = values
         self._known = {values.joined: values}
+        self._choices: dict[int, KeptChoice] = {}
 
     def __len__(self) -> int:
         """As many as leave a segment for each block of the largest."""
@@ -36,7 +37,9 @@ class JoinedBlocks:
         return count - math.isqrt(count - 1) - 1 if count else 0
 
     def __getitem__(self, place: int) -> KeptChoice:
-        return self._at(place + 1, self._price)
+        if place not in self._choices:
+            self._choices[place] = self._at(place + 1, self._price)
+        return self._choices[place]
 
     def of(self, joined: int) -> KeptValues:
         """The values of the step with so many joined blocks: segments of them are layers."""
