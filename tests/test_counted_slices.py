@@ -127,3 +127,23 @@ def test_weights_that_a_loop_takes_stay() -> None:
         return weights - 0.1 * gradient, value
 
     assert slices(step, jnp.ones((3, 8, 8)), jnp.ones((16, 8))) > 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32])
+def test_counts_that_wrap_are_no_counts(dtype: Any) -> None:
+    """A row in each of 160 trips, by a carried number: eight bits are not enough for them."""
+
+    def step(w: Any, x: Any) -> Any:
+        def add(carry: Any, _: None) -> Any:
+            number, total = carry
+            row = jax.lax.dynamic_slice_in_dim(x, number, 1)
+            return (number + 1, total + jax.grad(lambda w: jnp.sum((row @ w) ** 2))(w)), None
+
+        (_, total), _ = jax.lax.scan(add, (dtype(0), jnp.zeros_like(w)), None, length=160)
+        return w - 0.01 * total
+
+    w, x = jnp.ones((4, 2)), jax.random.normal(jax.random.key(0), (160, 4))
+    assert slices(step, w, x) == (dtype is jnp.int8)
+    expected = jax.jit(step)(w, x)
+    found = autopar.compile(step, w, x, microbatches=1)(w, x)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-5)

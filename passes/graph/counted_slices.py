@@ -107,24 +107,25 @@ def _numbers(
     _, carries, slices = scan.operands(body.invars)
     _, first, stacks = scan.operands(eqn.invars)
     following, _ = scan.results(body.outvars)
-    made = makers_of(body.eqns)
+    own_makers = makers_of(body.eqns)
     for inner, outer, after in zip(carries, first, following, strict=True):
-        maker = None if isinstance(after, Literal) else made.get(after)
+        maker = None if isinstance(after, Literal) else own_makers.get(after)
         step = None if maker is None else _step(body.eqns[maker], inner)
         if step is not None and isinstance(outer, Literal) and inner.aval.shape == ():
-            found[inner] = np.asarray(outer.val) + step * trips
+            found[inner] = (np.asarray(outer.val) + step * trips).astype(inner.aval.dtype)
     for inner, outer in zip(slices, stacks, strict=True):
         maker_of = None if isinstance(outer, Literal) else makers.get(outer)
         is_counted = maker_of is not None and maker_of.primitive.name == "iota"
         if is_counted and inner.aval.shape == ():
-            found[inner] = trips
+            found[inner] = trips.astype(inner.aval.dtype)
     for own in body.eqns:
         rule = _RULES.get(own.primitive.name)
         if rule is None or own.outvars[0].aval.shape:
             continue
         known = [_known(atom, found) for atom in own.invars]
         if all(value is not None for value in known):
-            found[own.outvars[0]] = np.broadcast_to(rule(*known), trips.shape)
+            made = np.broadcast_to(rule(*known), trips.shape)
+            found[own.outvars[0]] = made.astype(own.outvars[0].aval.dtype)
     return found
 
 
@@ -144,8 +145,8 @@ def _known(atom: Atom, found: Mapping[Var, Numbers]) -> Numbers | None:
     return np.asarray(atom.val) if isinstance(atom, Literal) else found.get(atom)
 
 
-def _select(which: Numbers, no: Numbers, yes: Numbers) -> Numbers:
-    return np.asarray(np.where(which, yes, no))
+def _select(which: Numbers, *cases: Numbers) -> Numbers:
+    return np.asarray(np.choose(which.astype(np.int64), cases, mode="clip"))
 
 
 _RULES: Mapping[str, Callable[..., Numbers]] = {
@@ -159,7 +160,7 @@ _RULES: Mapping[str, Callable[..., Numbers]] = {
     "convert_element_type": np.asarray,
     "select_n": _select,
 }
-"""Of integers and of what compares them; what a slice begins at is in every integer's type."""
+"""Of integers, which wrap as their types do, and of what compares them."""
 
 
 def _part(eqn: JaxprEqn, numbers: Mapping[Var, Numbers], count: int) -> tuple[int, int] | None:
@@ -185,7 +186,7 @@ def _stacked(operand: Var, dim: int, rows: int, at: JaxprEqn) -> tuple[Var, list
         parts = jnp.reshape(x, (*shape[:dim], -1, rows, *shape[dim + 1 :]))
         return jnp.moveaxis(parts, dim, 0)
 
-    struct = jax.ShapeDtypeStruct(shape, operand.aval.dtype)
+    struct = jax.ShapeDtypeStruct(shape, operand.aval.dtype, weak_type=operand.aval.weak_type)
     with source_infos.source_context(at):
         traced: Jaxpr = jax.make_jaxpr(stack)(struct).jaxpr
     named = {traced.invars[0]: operand}
