@@ -104,9 +104,18 @@ class KnownElsewhere(NamedTuple):
           counts: the numbers that are left.
           limit: bytes that a device may hold.
         """
-        margins = self._margins(stages.num_microbatches)
-        most = {count: INEXACT * self.seconds / margins[count] for count in counts}
-        return [x for x in counts if stages.with_microbatches(x).within(limit, most[x])]
+        return [*self.submeshes_with(stages, counts, limit)]
+
+    def submeshes_with(
+        self, stages: StageSearch, counts: Sequence[int], limit: int = sys.maxsize
+    ) -> dict[int, set[int]]:
+        """For each such number of microbatches, the sizes of submesh that the quickest have."""
+        margins, quick = self._margins(stages.num_microbatches), dict[int, set[int]]()
+        for count in counts:
+            most = INEXACT * self.seconds / margins[count]
+            if (found := stages.with_microbatches(count).within(limit, most)) is not None:
+                quick[count] = {*found[0].devices}
+        return quick
 
     def _margins(self, own: int) -> dict[int, float]:
         """By numbers of microbatches, how many times less stages have to take than is known.

@@ -131,20 +131,29 @@ class _StagePricing:
         """Whether stages of whole units on these submeshes may be quicker than what fits elsewhere.
 
         As far as the kind of units that computes most tells, with any memory, then with what that
-        needs; and as all kinds tell that are planned with any memory. Few units tell nothing.
+        needs; and as all kinds tell that are planned with any memory, on the submeshes that the
+        quickest stages have. Few units tell nothing.
         """
         left, limit = sorted({self.split.num_microbatches, *self.elsewhere.counts}), sys.maxsize
-        for told in (self._least_ways, self._least_that_need, self._planned_that_need):
+        for told in (self._least_ways, self._least_that_need):
             search = self._search_among({size: [*told(size).values()] for size in sizes})
             if not search.are_alike:
                 return True
             before, left = left, self.elsewhere.beaten_with(search, left, limit)
             sizes = [size for size in sizes if self._is_hopeful(size)] if left else []
             if not sizes or (left == before and limit < sys.maxsize):
-                break
+                return bool(sizes)
             # What casts in every microbatch needs less.
             limit = self.costs.limit + self._again.kept_bytes // self.cluster.num_devices
-        return bool(sizes)
+        ways = {size: [*self._least_that_need(size).values()] for size in sizes}
+        planned = set[int]()
+        while True:
+            quick = self.elsewhere.submeshes_with(self._search_among(ways), left, limit)
+            unplanned = set[int]().union(*quick.values()) - planned
+            if not quick or not unplanned:
+                return bool(quick)
+            left, planned = [*quick], planned | unplanned
+            ways |= {x: [*self._planned_that_need(x).values()] for x in sorted(unplanned)}
 
     def _least_ways(self, size: int) -> Mapping[Mesh, Way]:
         return self.costs.least_ways(size)
