@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -10,11 +10,6 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import variables
 from autopar.passes.graph.primitives import CONTROL_FLOW, HEAVY, STEPS
-
-
-def never(_: Var) -> bool:
-    """Of no value."""
-    return False
 
 
 def is_real(atom: Var | Literal) -> bool:
@@ -42,73 +37,82 @@ def made_from_nothing(eqns: Sequence[JaxprEqn]) -> set[Var]:
     return made
 
 
-def compared(eqns: Sequence[JaxprEqn], is_given: Callable[[Var], bool] = never) -> set[Var]:
+def compared(eqns: Sequence[JaxprEqn], is_given: Callable[[Var], bool] | None = None) -> set[Var]:
     """Real values that equations compare, or compute by anything but products to compare it.
 
     What they are compared with was made of the same bits: where one of both were computed again,
-    it might be another one. All that is compared may follow from one value alone, as a variance
-    that is at least 0: to compute that one again changes both sides, and it is none of these.
+    it might be another one. If `is_given` says of which values that is not so, all that is compared
+    may follow from one other value alone, as a variance that is at least 0: to compute that one
+    again changes both sides, and it is none of these. Not in the bodies of scans.
 
     Args:
-      eqns: in order.
+      eqns: in order; nothing that is read was decided by what may be computed again.
       is_given: whether a value is never computed again: what follows from it is the same bits.
     """
-    follows = _Following(eqns, is_given)
+    mixing = None if is_given is None else _mixing(eqns, is_given)
     found: set[Var] = set()
     for number in reversed(range(len(eqns))):
         eqn = eqns[number]
+        compares = is_jump(eqn) and (mixing is None or number in mixing)
         if is_barrier(eqn):
             pairs = zip(eqn.outvars, eqn.invars, strict=True)
             found.update(v for made, v in pairs if made in found and isinstance(v, Var))
-        elif number in follows.mixing or (
+        elif compares or (
             eqn.primitive.name not in HEAVY | CONTROL_FLOW and not found.isdisjoint(eqn.outvars)
         ):
             found.update(v for v in eqn.invars if isinstance(v, Var) and is_real(v))
         elif eqn.primitive.name == "scan":
-            found |= follows.in_scans[number]
+            body = eqn.params["jaxpr"].jaxpr
+            inside, pairs = compared(body.eqns), zip(eqn.invars, body.invars, strict=True)
+            found.update(v for v, inner in pairs if inner in inside and isinstance(v, Var))
     return found
+
+
+def compared_by(eqns: Sequence[JaxprEqn], late: Collection[int]) -> set[Var]:
+    """What the `late` ones of a program's equations compare, by numbers, of what others make.
+
+    Where they read what the others have decided, all of it: decided again, it may be otherwise.
+    """
+    readers = [eqns[number] for number in sorted(late)]
+    kept = _decided([eqn for number, eqn in enumerate(eqns) if number not in late])
+    if any(not kept.isdisjoint(variables(eqn.invars)) for eqn in readers):
+        return compared(readers)
+    made = {var for eqn in eqns for var in eqn.outvars} - made_from_nothing(eqns)
+    return compared(readers, lambda var: var not in made)
+
+
+def _decided(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """What is no real value and follows from real ones: comparisons, places of maxima, masks."""
+    made = set[Var]()
+    for eqn in eqns:
+        reads = variables(eqn.invars)
+        if any(map(is_real, reads)) or not made.isdisjoint(reads):
+            made.update(v for v in eqn.outvars if not is_real(v))
+    return made
 
 
 _SEVERAL = frozenset((object(), object()))
 
 
-class _Following:
-    """From how many real values that are read, and may be computed again, others follow.
+def _mixing(eqns: Sequence[JaxprEqn], is_given: Callable[[Var], bool]) -> set[int]:
+    """The equations that compare what follows from several real values that are read."""
+    sources: dict[Var, frozenset[object]] = {}
 
-    From none, one or several.
-
-    Args:
-      eqns: in order.
-      is_given: as `compared`.
-    """
-
-    def __init__(self, eqns: Sequence[JaxprEqn], is_given: Callable[[Var], bool]) -> None:
-        self.is_given = is_given
-        self.sources: dict[Var, frozenset[object]] = {}
-        self.mixing: set[int] = set()  # equations that compare what follows from several
-        self.in_scans: dict[int, set[Var]] = {}  # what scans compare so
-        for number, eqn in enumerate(eqns):
-            if is_barrier(eqn):
-                each = zip(eqn.outvars, map(self._of, eqn.invars), strict=True)
-                self.sources.update(each)
-                continue
-            together = frozenset[object]().union(*map(self._of, eqn.invars))
-            if len(together) > 1:
-                together = _SEVERAL
-                if is_jump(eqn):
-                    self.mixing.add(number)
-            if eqn.primitive.name == "scan":
-                body = eqn.params["jaxpr"].jaxpr
-                pairs = list(zip(body.invars, eqn.invars, strict=True))
-                given = {x for x, outer in pairs if not self._of(outer)}
-                inside = compared(body.eqns, given.__contains__)
-                compares = {v for x, v in pairs if x in inside and isinstance(v, Var)}
-                self.in_scans[number] = compares
-            self.sources.update(dict.fromkeys(eqn.outvars, together))
-
-    def _of(self, atom: Var | Literal) -> frozenset[object]:
+    def sources_of(atom: Var | Literal) -> frozenset[object]:
         if isinstance(atom, Literal):
             return frozenset()
-        if atom in self.sources:
-            return self.sources[atom]
-        return frozenset(() if self.is_given(atom) or not is_real(atom) else (atom,))
+        if atom in sources:
+            return sources[atom]
+        return frozenset(() if is_given(atom) or not is_real(atom) else (atom,))
+
+    mixing = set[int]()
+    for number, eqn in enumerate(eqns):
+        if is_barrier(eqn):
+            sources.update(zip(eqn.outvars, map(sources_of, eqn.invars), strict=True))
+            continue
+        together = frozenset[object]().union(*map(sources_of, eqn.invars))
+        if len(together) > 1:
+            together = _SEVERAL
+            mixing.add(number)
+        sources.update(dict.fromkeys(eqn.outvars, together))
+    return mixing

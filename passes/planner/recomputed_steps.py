@@ -171,7 +171,14 @@ class RecomputedSteps:
         """The step that keeps what a plan says."""
         if again.host_share:
             return self.made(self.values.hosting(again.price, again.host_share))
-        values = self._joining(again.joined, again.every_layer)
+        joined = self._blocks(again.every_layer)
+        if again.joined > len(joined):
+            raise PlanMismatchError(
+                f"The plan joins {again.joined} blocks of layers, and there are fewer.",
+                why="what is a layer changed with the version of autopar.",
+                hint="plan again.",
+            )
+        values = joined.of(again.joined) if again.joined else self.values
         return self.made(values.at(again.price, every_layer=again.every_layer))
 
     @cached_property
@@ -179,15 +186,15 @@ class RecomputedSteps:
         """The ways to keep less than the least of what passes from layer to layer."""
         return JoinedBlocks(self.values)
 
-    def _joining(self, joined: int, every_layer: bool) -> KeptValues:
-        """The values of the step with so many joined blocks, of every layer or all but the last."""
-        if not joined or every_layer != self.values.at_once:
-            return self.joined.of(joined)
-        return JoinedBlocks(replace(self.values, at_once=not every_layer)).of(joined)
+    def _blocks(self, every_layer: bool) -> JoinedBlocks:
+        """Those of every layer, or of all but the last."""
+        if every_layer != self.values.at_once:
+            return self.joined
+        return JoinedBlocks(replace(self.values, at_once=not every_layer))
 
     def made(self, kept: KeptChoice) -> SplitStep:
         """The step of a choice."""
-        values = self._joining(kept.joined, kept.every_layer)
+        values = self._blocks(kept.every_layer).of(kept.joined) if kept.joined else self.values
         step, loop = recomputed(values, kept), values.parts.loop
         read_again = ()
         if self.weights:

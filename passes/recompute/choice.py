@@ -23,7 +23,7 @@ from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 from autopar.arrays.typed_keys import is_key
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import Atom, makers_of, readers_of, variables
-from autopar.passes.graph.jumps import compared, is_jump, made_from_nothing
+from autopar.passes.graph.jumps import compared_by, is_jump
 from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.graph.read_whole import read_whole
@@ -358,9 +358,7 @@ class KeptValues:
     @cached_property
     def _compared(self) -> frozenset[Var]:
         """What the backward pass compares with what else follows from the same bits."""
-        eqns, constants = self.parts.body.eqns, made_from_nothing(self.parts.body.eqns)
-        late = [eqns[number] for number in sorted(self.late)]
-        return frozenset(compared(late, lambda var: var in constants or var not in self.maker))
+        return frozenset(compared_by(self.parts.body.eqns, self.late))
 
     @cached_property
     def prices(self) -> tuple[float, float]:

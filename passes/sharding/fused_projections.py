@@ -83,6 +83,8 @@ def _is_taken_apart(
             continue
         seen.add((var, place))
         for reader in readers.get(var, ()):
+            if not reader.outvars:
+                continue
             made = reader.outvars[0]
             if reader.primitive.name in _TAKES_PARTS:
                 taken = made.aval.shape
