@@ -124,7 +124,8 @@ def _numbers(
             continue
         known = [_known(atom, found) for atom in own.invars]
         if all(value is not None for value in known):
-            made = np.broadcast_to(rule(*known), trips.shape)
+            with np.errstate(all="ignore"):  # what wraps is meant to
+                made = np.broadcast_to(rule(*known), trips.shape)
             found[own.outvars[0]] = made.astype(own.outvars[0].aval.dtype)
     return found
 
