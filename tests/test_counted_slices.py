@@ -12,7 +12,6 @@ import pytest
 from sharding.steps import graph_of
 
 import autopar
-from autopar.passes.graph.counted_slices import with_slices_of_batch
 from autopar.passes.graph.graph import walk
 
 PARTS, ROWS = 4, 32
@@ -64,10 +63,10 @@ def accumulating(take: Parts, loop: str = "fori") -> Any:
     return step
 
 
-def slices(step: Any, *args: Any) -> int:
-    graph = graph_of(step, *args)
-    found = with_slices_of_batch(graph)
-    return sum(eqn.primitive.name == "dynamic_slice" for eqn in walk(found.jaxpr))
+def slices(step: Any, *args: Any, **options: Any) -> int:
+    """How many are left of the traced step."""
+    graph = graph_of(step, *args, **options)
+    return sum(eqn.primitive.name == "dynamic_slice" for eqn in walk(graph.jaxpr))
 
 
 @pytest.mark.parametrize("loop", ["fori", "numbers"])
@@ -76,9 +75,9 @@ def slices(step: Any, *args: Any) -> int:
 def test_it_is_planned_as_slices_of_the_batch(loop: str, axis: int, count: int) -> None:
     step = accumulating(by_slices(axis), loop)
     args = params(), batch(axis)
-    assert axis or not slices(step, *args)
-    options: dict[str, Any] = {"microbatches": count, "method": "data"}
-    options["batch_axes"] = (None, {"x": axis, "y": 0})
+    axes: Any = (None, {"x": axis, "y": 0})
+    assert not slices(step, *args, batch_axes=axes)
+    options: dict[str, Any] = {"microbatches": count, "method": "data", "batch_axes": axes}
     expected = jax.jit(step)(*args)
     found = autopar.compile(step, *args, **options)(*args)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -111,6 +110,22 @@ def test_other_parts_stay(take: Parts) -> None:
     found = autopar.compile(step, *args, microbatches=1)(*args)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
+def test_parts_along_another_dimension_stay() -> None:
+    """Chunks of time hold every row of the batch."""
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            def add(number: Any, total: Any) -> Any:
+                return total + jnp.sum(jax.lax.dynamic_slice_in_dim(x, number * 2, 2, 1) @ w)
+
+            return jax.lax.fori_loop(0, 4, add, 0.0) ** 2
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return w - 0.1 * gradient, value
+
+    assert slices(step, jnp.ones((4, 2)), jnp.ones((16, 8, 4))) > 0
 
 
 def test_weights_that_a_loop_takes_stay() -> None:

@@ -300,7 +300,7 @@ class Recomputation(Record):
         what = ", ".join([*shown, *([f"{more} more"] if more else [])])
         where = f"{self.layers} layer" + "s" * (self.layers != 1)
         if self.joined:
-            where += f", to whose blocks {self.joined} more are joined"
+            where += f" ({self.joined} block{'s' * (self.joined != 1)} joined with the ones before)"
         size, seconds = format_bytes(self.saved_bytes), format_seconds(self.seconds)
         hosted = f"; {self.hosted} values wait in the hosts' memory" if self.hosted else ""
         return (

@@ -35,40 +35,41 @@ Numbers = NDArray[Any]
 def with_slices_of_batch(graph: Graph) -> Graph:
     """The same program, whose loops over parts of the batch take slices of it."""
     labels = zip(graph.jaxpr.invars, graph.inputs, strict=True)
-    batch = {var for var, label in labels if label.role == "batch"}
-    makers, eqns = makers_of(graph.jaxpr.eqns), list[JaxprEqn]()
+    axes = {var: label.batch_axis for var, label in labels if label.batch_axis is not None}
+    counts, eqns = set[Var](), list[JaxprEqn]()
     for eqn in graph.jaxpr.eqns:
-        reads_batch = not batch.isdisjoint(variables(eqn.invars))
-        if eqn.primitive.name == "convert_element_type" and reads_batch:
-            batch.update(eqn.outvars)
-        if eqn.primitive.name == "scan" and reads_batch and not eqn.params["reverse"]:
-            counted = {v: graph.jaxpr.eqns[n] for v, n in makers.items()}
-            eqns += _sliced(eqn, batch, counted)
+        name, read = eqn.primitive.name, [v for v in variables(eqn.invars) if v in axes]
+        if name == "iota" and len(eqn.outvars[0].aval.shape) == 1:
+            counts.update(eqn.outvars)
+        elif name == "convert_element_type" and read:
+            axes[eqn.outvars[0]] = axes[read[0]]
+        if name == "scan" and read and not eqn.params["reverse"]:
+            eqns += _sliced(eqn, axes, counts)
         else:
             eqns.append(eqn)
     changed = len(eqns) > len(graph.jaxpr.eqns)
     return with_jaxpr(graph, graph.jaxpr.replace(eqns=eqns)) if changed else graph
 
 
-def _sliced(
-    eqn: JaxprEqn, batch: Collection[Var], makers: Mapping[Var, JaxprEqn]
-) -> list[JaxprEqn]:
-    """A loop, after what makes the stacks of what it takes by its count."""
+def _sliced(eqn: JaxprEqn, axes: Mapping[Var, int], counts: Collection[Var]) -> list[JaxprEqn]:
+    """A loop, after what makes the stacks of what it takes by its count.
+
+    Along the `axes` of its operands that hold the batch; `counts` are numbers from 0.
+    """
     scan = ScanParts.of(eqn)
     body, count = scan.body, eqn.params["length"]
     consts, _, _ = scan.operands(body.invars)
     given = dict(zip(consts, eqn.invars, strict=False))
-    numbers = _numbers(eqn, scan, makers)
+    numbers = _numbers(eqn, scan, counts)
     before, stacks, slices = list[JaxprEqn](), list[Var](), list[Var]()
     kept, instead = list[JaxprEqn](), dict[Var, Var]()
     known: dict[tuple[Var, int, int], Var] = {}
     for inner in body.eqns:
         part = _part(inner, numbers, count) if inner.primitive.name == "dynamic_slice" else None
         outer = given.get(inner.invars[0]) if part is not None else None
-        if part is None or isinstance(outer, Literal) or outer not in batch:
+        if part is None or not isinstance(outer, Var) or axes.get(outer) != part[0]:
             kept.append(inner)
             continue
-        assert outer is not None
         key = (outer, *part)
         if key not in known:
             stack, made = _stacked(outer, *part, inner)
@@ -98,12 +99,10 @@ def _sliced(
     return [*before, eqn.replace(invars=operands, params=params)]
 
 
-def _numbers(
-    eqn: JaxprEqn, scan: ScanParts, makers: Mapping[Var, JaxprEqn]
-) -> Mapping[Var, Numbers]:
+def _numbers(eqn: JaxprEqn, scan: ScanParts, counts: Collection[Var]) -> Mapping[Var, Numbers]:
     """What the scalars of a loop's body are that follow from its count alone."""
     body, trips = scan.body, np.arange(eqn.params["length"])
-    found: dict[Var, Numbers] = {}
+    values: dict[Var, Numbers] = {}
     _, carries, slices = scan.operands(body.invars)
     _, first, stacks = scan.operands(eqn.invars)
     following, _ = scan.results(body.outvars)
@@ -112,22 +111,20 @@ def _numbers(
         maker = None if isinstance(after, Literal) else own_makers.get(after)
         step = None if maker is None else _step(body.eqns[maker], inner)
         if step is not None and isinstance(outer, Literal) and inner.aval.shape == ():
-            found[inner] = (np.asarray(outer.val) + step * trips).astype(inner.aval.dtype)
+            values[inner] = (np.asarray(outer.val) + step * trips).astype(inner.aval.dtype)
     for inner, outer in zip(slices, stacks, strict=True):
-        maker_of = None if isinstance(outer, Literal) else makers.get(outer)
-        is_counted = maker_of is not None and maker_of.primitive.name == "iota"
-        if is_counted and inner.aval.shape == ():
-            found[inner] = trips.astype(inner.aval.dtype)
+        if not isinstance(outer, Literal) and outer in counts:
+            values[inner] = trips.astype(inner.aval.dtype)
     for own in body.eqns:
         rule = _RULES.get(own.primitive.name)
         if rule is None or own.outvars[0].aval.shape:
             continue
-        known = [_known(atom, found) for atom in own.invars]
+        known = [_known(atom, values) for atom in own.invars]
         if all(value is not None for value in known):
             with np.errstate(all="ignore"):  # what wraps is meant to
                 made = np.broadcast_to(rule(*known), trips.shape)
-            found[own.outvars[0]] = made.astype(own.outvars[0].aval.dtype)
-    return found
+            values[own.outvars[0]] = made.astype(own.outvars[0].aval.dtype)
+    return values
 
 
 def _step(eqn: JaxprEqn, carry: Var) -> int | None:
@@ -140,10 +137,10 @@ def _step(eqn: JaxprEqn, carry: Var) -> int | None:
     return None
 
 
-def _known(atom: Atom, found: Mapping[Var, Numbers]) -> Numbers | None:
+def _known(atom: Atom, values: Mapping[Var, Numbers]) -> Numbers | None:
     if not jnp.issubdtype(atom.aval.dtype, jnp.integer) and atom.aval.dtype != jnp.bool_:
         return None
-    return np.asarray(atom.val) if isinstance(atom, Literal) else found.get(atom)
+    return np.asarray(atom.val) if isinstance(atom, Literal) else values.get(atom)
 
 
 def _select(which: Numbers, *cases: Numbers) -> Numbers:
@@ -184,7 +181,7 @@ def _stacked(operand: Var, dim: int, rows: int, at: JaxprEqn) -> tuple[Var, list
     shape = operand.aval.shape
 
     def stack(x: Any) -> Any:
-        parts = jnp.reshape(x, (*shape[:dim], -1, rows, *shape[dim + 1 :]))
+        parts = jnp.reshape(x, (*shape[:dim], shape[dim] // rows, rows, *shape[dim + 1 :]))
         return jnp.moveaxis(parts, dim, 0)
 
     struct = jax.ShapeDtypeStruct(shape, operand.aval.dtype, weak_type=operand.aval.weak_type)

@@ -171,14 +171,7 @@ class RecomputedSteps:
         """The step that keeps what a plan says."""
         if again.host_share:
             return self.made(self.values.hosting(again.price, again.host_share))
-        joined = self._blocks(again.every_layer)
-        if again.joined > len(joined):
-            raise PlanMismatchError(
-                f"The plan joins {again.joined} blocks of layers, and there are fewer.",
-                why="what is a layer changed with the version of autopar.",
-                hint="plan again.",
-            )
-        values = joined.of(again.joined) if again.joined else self.values
+        values = self._joining(again.joined, again.every_layer)
         return self.made(values.at(again.price, every_layer=again.every_layer))
 
     @cached_property
@@ -186,15 +179,24 @@ class RecomputedSteps:
         """The ways to keep less than the least of what passes from layer to layer."""
         return JoinedBlocks(self.values)
 
-    def _blocks(self, every_layer: bool) -> JoinedBlocks:
-        """Those of every layer, or of all but the last."""
-        if every_layer != self.values.at_once:
-            return self.joined
-        return JoinedBlocks(replace(self.values, at_once=not every_layer))
+    def _joining(self, count: int, every_layer: bool) -> KeptValues:
+        """The values with so many joined blocks, of every layer or of all but the last."""
+        if not count:
+            return self.values
+        blocks = self.joined
+        if every_layer == self.values.at_once:
+            blocks = JoinedBlocks(replace(self.values, at_once=not every_layer))
+        if count > len(blocks):
+            raise PlanMismatchError(
+                f"The plan joins {count} blocks of layers, and at most {len(blocks)} can be.",
+                why="what is a layer changed with the version of autopar.",
+                hint="plan again.",
+            )
+        return blocks.of(count)
 
     def made(self, kept: KeptChoice) -> SplitStep:
         """The step of a choice."""
-        values = self._blocks(kept.every_layer).of(kept.joined) if kept.joined else self.values
+        values = self._joining(kept.joined, kept.every_layer)
         step, loop = recomputed(values, kept), values.parts.loop
         read_again = ()
         if self.weights:

@@ -148,6 +148,8 @@ class _StagePricing:
         ways = {size: [*self._least_that_need(size).values()] for size in sizes}
         planned = set[int]()
         while True:
+            if planned and not self._search_among({x: ways[x] for x in planned}).are_alike:
+                return True
             quick = self.elsewhere.submeshes_with(self._search_among(ways), left, limit)
             unplanned = set[int]().union(*quick.values()) - planned
             if not quick or not unplanned:

@@ -24,6 +24,8 @@ _TAKES_PARTS = ("split", "slice", "dynamic_slice", "gather")
 
 def warn_of_fused(graph: Graph, rules: Rules, kinds: LoopKinds, method: str, parts: int) -> None:
     """Warn once of inner loops whose parts so many devices cannot share."""
+    if parts < 2:
+        return
     found: dict[str, tuple[int, tuple[int, ...], bool]] = {}
     readers: dict[Var, list[JaxprEqn]] = defaultdict(list)
     for eqn in walk(graph.jaxpr):
@@ -34,7 +36,7 @@ def warn_of_fused(graph: Graph, rules: Rules, kinds: LoopKinds, method: str, par
             for size, sizes in _fused(eqn, rules, kinds, parts):
                 apart = eqn.primitive.name != "reshape" or _is_taken_apart(eqn, sizes, readers)
                 found.setdefault(user_source(eqn), (size, sizes, apart))
-    if parts < 2 or not found:
+    if not found:
         return
     (size, sizes, apart), *_ = found.values()
     places = [*found]
@@ -83,7 +85,7 @@ def _is_taken_apart(
             continue
         seen.add((var, place))
         for reader in readers.get(var, ()):
-            if not reader.outvars:
+            if not reader.outvars or reader.invars[0] is not var:
                 continue
             made = reader.outvars[0]
             if reader.primitive.name in _TAKES_PARTS:

@@ -363,7 +363,7 @@ def check_division(
             if batch_axes is not None:
                 raise BatchArgumentError(
                     f"{asked} needs a batch, and no argument holds one.",
-                    where=f"batch_axes={batch_axes!r}",
+                    where="batch_axes",
                     why="it names no dimension of any array.",
                     hint="name that of the examples, as the in_axes of jax.vmap do; or use "
                     "microbatches=1 and a method for steps without a batch, as 'auto'.",

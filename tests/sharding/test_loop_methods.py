@@ -272,30 +272,36 @@ def test_a_fused_projection_that_cannot_be_cut_is_told(order: str, told: str | N
     assert told in text and "test_loop_methods.py:" in text
 
 
-def test_heads_that_devices_do_not_divide_are_told() -> None:
-    """Twenty heads of separate projections on eight devices: nothing is fused."""
+def apart(heads: int, width: int) -> tuple[Any, Weights, Any]:
+    """A layer with a projection for each of queries, keys and values, and its arguments."""
 
     def loss(p: Weights, x: Any) -> Any:
-        rows, length, width = x.shape
-        q, k, v = ((x @ p[n]).reshape(rows, length, 20, width // 20) for n in "qkv")
+        shape = (*x.shape[:2], heads, width // heads)
+        q, k, v = ((x @ p[n]).reshape(shape) for n in "qkv")
         mixed = jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
-        x = x + mixed.reshape(rows, length, width) @ p["o"]
+        x = x + mixed.reshape(x.shape) @ p["o"]
         return jnp.mean((x + jnp.tanh(x @ p["up"]) @ p["down"]).astype(jnp.float32) ** 2)
 
     half = functools.partial(shaped, dtype=jnp.bfloat16)
-    weights = {name: half(1280, 1280) for name in "qkvo"}
-    weights |= {"up": half(1280, 2560), "down": half(2560, 1280)}
-    x = half(8, 128, 1280)
+    weights = {name: half(width, width) for name in "qkvo"}
+    weights |= {"up": half(width, 2 * width), "down": half(2 * width, width)}
+    return descent(loss), weights, half(8, 128, width)
+
+
+def test_heads_that_devices_do_not_divide_are_told() -> None:
+    """Twenty heads of separate projections on eight devices: nothing is fused."""
+
+    step, weights, x = apart(heads=20, width=1280)
     asked: dict[str, Any] = {"method": "megatron", "stages": 1, "microbatches": 1}
     asked["cluster"] = autopar.Cluster.preset("dgx-h100")
     with pytest.warns(autopar.errors.AutoparWarning, match="cannot share 20 heads") as caught:
-        whole = autopar.plan(descent(loss), weights, x, **asked)
+        whole = autopar.plan(step, weights, x, **asked)
     (text,) = (" ".join(str(warning.message).split()) for warning in caught)
     assert "8 does not divide 20" in text and "an axis of 4 devices" in text
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         asked["logical_mesh"] = (2, 4)
-        cut = autopar.plan(descent(loss), weights, x, **asked)
+        cut = autopar.plan(step, weights, x, **asked)
     assert cut.estimates.peak_bytes_per_device < whole.estimates.peak_bytes_per_device
 
 
@@ -324,21 +330,24 @@ def test_a_tied_vocabulary_is_cut_on_its_other_stage_too() -> None:
 
 
 def test_fewer_heads_than_devices_are_told_as_heads() -> None:
-    """Two heads of 64 have as many columns as two parts of 64 would."""
-
-    def loss(p: Weights, x: Any) -> Any:
-        rows, length, width = x.shape
-        q, k, v = ((x @ p[n]).reshape(rows, length, 2, width // 2) for n in "qkv")
-        mixed = jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
-        x = x + mixed.reshape(rows, length, width) @ p["o"]
-        return jnp.mean((x + jnp.tanh(x @ p["up"]) @ p["down"]).astype(jnp.float32) ** 2)
-
-    half = functools.partial(shaped, dtype=jnp.bfloat16)
-    weights = {name: half(256, 256) for name in "qkvo"}
-    weights |= {"up": half(256, 512), "down": half(512, 256)}
+    """Two heads of 128 have as many columns as two parts of 128 would."""
+    step, weights, x = apart(heads=2, width=256)
     asked: dict[str, Any] = {"method": "megatron", "stages": 1, "microbatches": 1}
     with pytest.warns(autopar.errors.AutoparWarning, match="cannot share 2 heads"):
-        autopar.plan(descent(loss), weights, half(8, 128, 256), cluster=H100, **asked)
+        autopar.plan(step, weights, x, cluster=H100, **asked)
+
+
+def test_heads_that_are_printed_are_told() -> None:
+    """What prints them has no results."""
+    step, weights, x = apart(heads=2, width=256)
+
+    def printing(weights: Weights, x: Any) -> Any:
+        jax.debug.print("{}", (x @ weights["q"]).reshape(8, 128, 2, 128))
+        return step(weights, x)
+
+    asked: dict[str, Any] = {"method": "megatron", "stages": 1, "microbatches": 1}
+    with pytest.warns(autopar.errors.AutoparWarning, match="cannot share 2 heads"):
+        autopar.plan(printing, weights, x, cluster=H100, **asked)
 
 
 @pytest.mark.parametrize("rows", [32, 64])
