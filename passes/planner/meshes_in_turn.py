@@ -109,6 +109,7 @@ class _MeshesInTurn:
             enough = 1 if self.others.only else MESHES_TRIED
             may_stop = len(self.found) == enough and not self.others.more_microbatches
             if may_stop and all(i in self.left and self.is_hopeless(i) for i in self.found):
+                self.ask_again(min(self.found.values(), key=lambda x: x.least_seconds))
                 return [self.smallest_of(i) for i in self.found]
         for i in self.last:
             if any(x.fits for x in self.found.values()):

@@ -234,6 +234,9 @@ class QuickerAgain:
         if not smallest.fits:  # other shards do, perhaps
             if smallest.least_seconds > self.seconds:
                 return False
+            gathered = 0 if steps.weights else gathered_for_both(smallest.program)
+            if gathered and gathered >= WORTH_GATHERING * (smallest.peak.bytes - limit):
+                return self._look_on(replace(steps, weights=True), mesh, free)
             is_near = search(high).is_large and smallest.peak.bytes <= HOPELESS * limit
             lean = [] if is_near else self._lean(search(high), smallest)
             leanest = min((x.peak.bytes for x in lean), default=smallest.peak.bytes)

@@ -29,13 +29,16 @@ from autopar.passes.slicing.anatomy import bytes_of
 def recomputed_step(
     split: SplitStep, cluster: Cluster, again: Recomputation | None = None
 ) -> SplitStep:
-    """A step with a loop that computes again what a plan says; None: all of every layer."""
+    """A step with a loop that computes again what a plan says; None: all of every layer.
+
+    Then it reads its weights again as well, as with `jax.checkpoint` around every layer.
+    """
     if again is not None:
         if again.weights and not again.operations:
             return _gathering_as_recorded(split, again)
         steps = RecomputedSteps.of(split, cluster, again.host_share > 0)
         return replace(steps, weights=again.weights > 0).as_recorded(again)
-    steps = RecomputedSteps.of(split, cluster)
+    steps = replace(RecomputedSteps.of(split, cluster), weights=True)
     return steps[len(steps) - 1] if len(steps) else split
 
 

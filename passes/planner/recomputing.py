@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from autopar.base.cluster import Cluster
@@ -12,10 +13,12 @@ from autopar.passes.graph.graph import Graph
 from autopar.passes.planner.candidates import PlannedStep, plan_layout
 from autopar.passes.planner.layouts import StageLayout
 from autopar.passes.planner.least_memory import state_on_devices
+from autopar.passes.planner.one_mesh import WORTH_GATHERING
 from autopar.passes.planner.recomputed_steps import RecomputedSteps
 from autopar.passes.planner.search_so_far import SearchSoFar
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import memory_limit_of
+from autopar.passes.sharding.gathered_twice import gathered_for_both
 
 SAVED_AT_MOST = 4  # times what devices would save that share it evenly: some is cut less
 
@@ -34,8 +37,9 @@ def recomputed_plans(
 ) -> list[PlannedStep]:
     """Plans for one mesh that compute again what they cannot keep.
 
-    With the fewest microbatches with which any fits; of these what computes least again. Where the
-    fewest of all do not fit, the largest `even` number is tried next and the most, and where none
+    With the fewest microbatches with which any fits; of these what computes least again. What the
+    quickest of the others gathers for both passes is gathered for each, if it is much of the
+    memory. Where the fewest of all do not fit, the largest `even` number is tried next and the most, and where none
     of these fits, nothing does; else those in the middle.
 
     Args:
@@ -64,9 +68,10 @@ def recomputed_plans(
     @lru_cache(maxsize=2)
     def steps(count: int) -> RecomputedSteps | None:
         try:
-            return RecomputedSteps.of(split(count, True), cluster, options.offload == "auto")
+            ways = RecomputedSteps.of(split(count, True), cluster, options.offload == "auto")
         except (InexactMicrobatchError, BatchArgumentError, OptionError):
             return None
+        return replace(ways, weights=_gather_much(others, memory_limit_of(options, cluster)))
 
     def may_do(count: int) -> bool:
         """Whether what keeps least fits."""
@@ -84,6 +89,15 @@ def recomputed_plans(
     if ways := steps(fewest) if fewest else None:
         ways.least_that_fits(fits, report)
     return made
+
+
+def _gather_much(others: Sequence[PlannedStep], limit: int) -> bool:
+    """Whether the quickest plan that keeps all gathers weights for both passes, and many."""
+    alone = [x.planned[0].unlimited or x.planned[0] for x in others if not x.is_pipeline]
+    if not alone:
+        return False
+    quickest = min(alone, key=lambda x: x.least_seconds)
+    return gathered_for_both(quickest.program) >= WORTH_GATHERING * limit
 
 
 def fewest_that_fit(counts: Sequence[int], even: int, fits: Callable[[int], bool]) -> int:

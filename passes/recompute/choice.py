@@ -30,13 +30,13 @@ from autopar.passes.graph.read_whole import read_whole
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.recompute.scan_stacks import ScanPair, StackCut, scan_pairs
 from autopar.passes.slicing.anatomy import Anatomy, bytes_of, dissect
-from autopar.passes.slicing.cheapest_cut import cheapest_cut
+from autopar.passes.slicing.cheapest_cut import LARGEST_PRICE, cheapest_cut
 from autopar.passes.slicing.layering import layers_of
 from autopar.passes.slicing.slice_stages import LayersOfStep
 
 Seconds = Callable[[JaxprEqn], float]
 
-_UNITS = 1e15  # of a second, for capacities
+_UNITS = 1e15  # of a second, for capacities: at most, if all that runs again is not too much
 _PRICES_TRIED = 24
 HARDLY = 0.01  # of the most that a choice saves: what saves so little more is not looked at
 _PRICES_APART = 1.25  # times a price, the next one that is not tried apart from it
@@ -306,7 +306,7 @@ class KeptValues:
             writing = 0.0
             if number is not None:
                 writing = self.write_seconds_of(eqns[number]) + self.stack_seconds_of(eqns[number])
-            return 1 + round((price + writing) * bytes_of(var) * _UNITS)
+            return 1 + round((price + writing) * bytes_of(var) * self._units)
 
         inside, slices = read_whole(pair.second.body.eqns), pair.second.slices.items()
         outer = (x for inner, x in slices if inner in inside and isinstance(x, Var))
@@ -316,7 +316,8 @@ class KeptValues:
     def _price_again(self, eqn: JaxprEqn, whole: Container[Var]) -> int:
         """Of an equation; what is read `whole` afterwards is written as well."""
         written = sum(bytes_of(var) for var in eqn.outvars if var in whole)
-        return 1 + round((self.seconds_of(eqn) + self.write_seconds_of(eqn) * written) * _UNITS)
+        seconds = self.seconds_of(eqn) + self.write_seconds_of(eqn) * written
+        return 1 + round(seconds * self._units)
 
     @cached_property
     def _read_whole(self) -> frozenset[Var]:
@@ -361,15 +362,25 @@ class KeptValues:
         return frozenset(compared_by(self.parts.body.eqns, self.late))
 
     @cached_property
-    def prices(self) -> tuple[float, float]:
-        """Prices between which the choices lie."""
+    def _seconds_again(self) -> list[float]:
+        """Of the equations that may run again, those that take any time."""
         eqns = self.parts.body.eqns
         numbers = {number for number in self.layer_of if self.may_run_again(number)}
         inner = [pair.first.body for _, pair in self.pairs.values()]
         may = [eqns[n] for n in numbers] + [
             eqn for body in inner for eqn in body.eqns if eqn.primitive.name not in CONTROL_FLOW
         ]
-        seconds = [s for eqn in may if (s := self.seconds_of(eqn)) > 0]
+        return [s for eqn in may if (s := self.seconds_of(eqn)) > 0]
+
+    @cached_property
+    def _units(self) -> float:
+        """Of a second, so many that all that may run again has a price below the largest."""
+        return min(_UNITS, LARGEST_PRICE / (4 * (sum(self._seconds_again) or 1.0)))
+
+    @cached_property
+    def prices(self) -> tuple[float, float]:
+        """Prices between which the choices lie."""
+        seconds = self._seconds_again
         sizes = [bytes_of(var) for values in self.wanted.values() for var in values]
         sizes += [bytes_of(var) for _, pair in self.pairs.values() for var in pair.wanted]
         sizes = [size for size in sizes if size]
@@ -387,7 +398,7 @@ class KeptValues:
 
         def keeping(var: Var) -> int:
             each = price + self.write_seconds_of(eqns[self.maker[var]])
-            return 1 + round(each * bytes_of(var) * _UNITS)
+            return 1 + round(each * bytes_of(var) * self._units)
 
         def again(number: int) -> int | None:
             may = self.may_run_again(number)
