@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, NamedTuple
 
 from autopar.passes import microbatch
 from autopar.passes.planner.auto_stages import StageSearch
 from autopar.passes.planner.candidates import PlannedStep
-from autopar.passes.planner.layouts import StageLayout
+from autopar.passes.planner.layouts import ExpectedSeconds, StageLayout
 from autopar.passes.planner.least_memory import LeastMemory
 from autopar.passes.planner.one_mesh import OneMeshCosts
 from autopar.passes.planner.split_step import SplitStep
@@ -69,6 +70,17 @@ class KnownCosts(NamedTuple):
         """Whether layers on one mesh do not fit, as far as they tell, mostly for their weights."""
         priced, costs = self._nearest(count)
         return costs is not None and costs.misses_what_it_gathers(count, limit, priced)
+
+    def with_fewer(self, count: int) -> ExpectedSeconds:
+        """What a step takes on logical shapes of one mesh with any memory, as layers tell.
+
+        Those that were priced with more microbatches, the next ones; {}: none were.
+        """
+        priced = [(n, costs) for n, costs in self.one_mesh.items() if costs and n > count]
+        if not priced:
+            return {}
+        nearest, costs = min(priced, key=lambda item: item[0])
+        return costs.expected(count, nearest, sys.maxsize)
 
     def _nearest(self, count: int) -> tuple[int, OneMeshCosts | None]:
         """What layers cost on one mesh with about as many microbatches, or fewer."""

@@ -287,7 +287,7 @@ class LayoutSearch:
             if keeps or is_worse or self.are_slower(made, best / HARDLY_MORE):
                 break
         if again is not None and self.is_long:
-            again.look_below(possible)
+            again.look_below(possible, self.known.with_fewer)
         return made, ""
 
     def computing_again(self, made: list[PlannedStep]) -> QuickerAgain | None:

@@ -22,7 +22,7 @@ from autopar.base.options import Options
 from autopar.base.units import format_microbatches
 from autopar.passes.graph.graph import Graph, batch_sizes
 from autopar.passes.planner.candidates import PlannedStep, on_one_mesh, quickest
-from autopar.passes.planner.layouts import submesh
+from autopar.passes.planner.layouts import ExpectedSeconds, submesh
 from autopar.passes.planner.least_memory import state_on_devices
 from autopar.passes.planner.one_mesh import WORTH_GATHERING
 from autopar.passes.planner.planned_stage import PlannedStage
@@ -31,6 +31,7 @@ from autopar.passes.planner.recomputing_stages import noted
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import (
     DEAR,
+    ENOUGH_OF_LARGE,
     HOPELESS,
     LARGE_PROBLEM,
     MeshSearch,
@@ -43,6 +44,7 @@ from autopar.passes.sharding.restrict import check_batch
 WORTH_SOLVING = 0.25  # of what is missing: what computing again spares where that is not enough
 TRIES = 3  # plans between the choice that keeps least and all
 NEARLY = 1.1  # times the limit, what plans chosen for their bytes need where others may fit
+CLEARLY_QUICKER = 1.03  # times what is expected by layers: whole plans take longer
 MAY_BE_QUICKER = 1.05  # times what fits: what computes again writes less, and may still be quicker
 
 
@@ -160,26 +162,59 @@ class QuickerAgain:
             if before < math.inf and self.seconds >= before:
                 break
 
-    def look_below(self, counts: Sequence[int]) -> None:
-        """Looks with fewer microbatches than the quickest step has, if that computes again.
+    def look_below(self, counts: Sequence[int], expected: Callable[[int], ExpectedSeconds]) -> None:
+        """Looks with fewer microbatches than the quickest step has.
 
-        What its mesh could not keep of so many rows it may compute again, too. As long as that is
-        quicker, from more to fewer.
+        If that computes again, what its mesh could not keep of so many rows it may compute again,
+        too. As long as that is quicker, from more to fewer.
 
         Args:
           counts: numbers of microbatches, ascending.
+          expected: what a step is expected to take with any memory, by microbatches.
         """
         best = quickest(self.made)
-        again = best.split.recomputation if best is not None else None
-        if best is None or again is None or not again.operations:
+        if best is None:
+            return
+        again, fewer = best.split.recomputation, best.split.num_microbatches
+        below = [x for x in counts if x < fewer]
+        if again is None or not again.operations:
+            self._look_instead(best, below, expected)
             return
         mesh = best.planned[0].mesh
-        for count in reversed([x for x in counts if x < best.split.num_microbatches]):
+        for count in reversed(below):
             before = self.seconds
             if mesh in self._possible(count) and (steps := self._steps(count)):
                 self.look(replace(steps, weights=again.weights > 0), mesh)
             if self.seconds >= before:
                 break
+
+    def _look_instead(
+        self,
+        best: PlannedStep,
+        counts: Sequence[int],
+        expected: Callable[[int], ExpectedSeconds],
+    ) -> None:
+        """Looks where a step that computes all again is expected to be quickest, if anywhere.
+
+        With more microbatches weights are gathered, and gradients added up, more often.
+        """
+        known, again = best.split.num_microbatches, best.split.recomputation
+        steps = self._steps(known) if any(expected(x) for x in counts) else None
+        if steps is None or not len(steps):
+            return
+        longer = known * steps.values.family[-1].seconds / self.cluster.num_devices
+        ways = [
+            (seconds + longer, count, mesh)
+            for count in counts
+            for mesh, seconds in expected(count).items()
+            if known * steps.crossing_bytes <= count * self._room(math.prod(mesh))
+            and mesh in self._possible(count)
+        ]
+        ways = [way for way in ways if CLEARLY_QUICKER * way[0] < self.seconds]
+        there = [way for way in ways if way[2] == best.planned[0].mesh]
+        _, count, mesh = min(there or ways, default=(0.0, 0, ()))
+        if mesh and (steps := self._steps(count)):
+            self.look(replace(steps, weights=again is not None and again.weights > 0), mesh)
 
     def _possible(self, count: int) -> list[tuple[int, ...]]:
         """The logical shapes with which the batch divides."""
@@ -245,8 +280,12 @@ class QuickerAgain:
             spared = free.peak.bytes - smallest.peak.bytes if free else math.inf
             if free and leanest > limit and spared < WORTH_SOLVING * (free.peak.bytes - limit):
                 return False
-            within = search(high).within if is_near else search(high).at_least_price
-            tried = within(smallest), *lean
+            tried, enough = lean, ENOUGH_OF_LARGE * smallest.least_seconds
+            if not search(high).is_large or not any(
+                x.fits and x.step_seconds <= enough for x in lean
+            ):
+                within = search(high).within if is_near else search(high).at_least_price
+                tried = [within(smallest), *lean]
             fitting = [x for x in tried if x.fits]
             if not fitting:
                 return not search(high).is_large
