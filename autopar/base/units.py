@@ -77,9 +77,11 @@ def format_flops(flops: float) -> str:
 def format_count(number: float) -> str:
     """A number of things with a decimal prefix.
 
-    >>> [format_count(n) for n in (12, 3_400, 2.1e6)]
-    ['12', '3.4 k', '2.1 M']
+    >>> [format_count(n) for n in (12, 3_400, 2.1e6, 0.00112)]
+    ['12', '3.4 k', '2.1 M', '0.00112']
     """
+    if abs(number) < 0.1:
+        return f"{number:.3g}"
     return _scaled(number, 1000, ("", "k", "M", "G", "T")).rstrip()
 
 

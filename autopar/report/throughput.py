@@ -125,7 +125,9 @@ def _peak_seconds(flops: Mapping[str, float], cluster: Cluster) -> float:
 
 def _tokens(plan: PlanRecord, examples: int | None) -> int | None:
     def are_ids(tensor: TensorPlan) -> bool:
-        is_table = len(tensor.shape) == 2 and examples in tensor.shape and 1 not in tensor.shape
-        return tensor.role == "batch" and is_table and tensor.dtype.lstrip("u").startswith("int")
+        is_table = len(tensor.shape) == 2 and examples in tensor.shape
+        is_column = 1 in tensor.shape and examples != 1
+        is_whole = tensor.dtype.lstrip("u").startswith("int")
+        return tensor.role == "batch" and is_table and not is_column and is_whole
 
     return max((math.prod(x.shape) for x in plan.inputs if are_ids(x)), default=None)

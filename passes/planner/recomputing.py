@@ -15,6 +15,7 @@ from autopar.passes.planner.layouts import StageLayout
 from autopar.passes.planner.least_memory import state_on_devices
 from autopar.passes.planner.one_mesh import WORTH_GATHERING
 from autopar.passes.planner.recomputed_steps import RecomputedSteps
+from autopar.passes.planner.refusals import state_bytes
 from autopar.passes.planner.search_so_far import SearchSoFar
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import memory_limit_of
@@ -37,10 +38,10 @@ def recomputed_plans(
 ) -> list[PlannedStep]:
     """Plans for one mesh that compute again what they cannot keep.
 
-    With the fewest microbatches with which any fits; of these what computes least again. What the
-    quickest of the others gathers for both passes is gathered for each, if it is much of the
-    memory. Where the fewest of all do not fit, the largest `even` number is tried next and the most, and where none
-    of these fits, nothing does; else those in the middle.
+    With the fewest microbatches with which any fits; of these what computes least again. Weights
+    that devices would have for both passes are gathered for each, if they are much of what is
+    missing. Where the fewest of all do not fit, the largest `even` number is tried next and the
+    most, and where none of these fits, nothing does; else those in the middle.
 
     Args:
       graph: the traced step.
@@ -55,9 +56,11 @@ def recomputed_plans(
       others: plans that keep all, of which none fits: what more than they keep cannot be saved.
     """
     made: list[PlannedStep] = []
-    state = state_on_devices(graph, options, cluster)
-    if state > cluster.num_devices * memory_limit_of(options, cluster):
+    limit, state = memory_limit_of(options, cluster), state_on_devices(graph, options, cluster)
+    if state > cluster.num_devices * limit:
         return []
+
+    gathering = set[int]()  # numbers with which weights are gathered for each pass
 
     def fits(step: SplitStep) -> bool:
         others = SearchSoFar(only=only)
@@ -71,7 +74,16 @@ def recomputed_plans(
             ways = RecomputedSteps.of(split(count, True), cluster, options.offload == "auto")
         except (InexactMicrobatchError, BatchArgumentError, OptionError):
             return None
-        return replace(ways, weights=_gather_much(others, memory_limit_of(options, cluster)))
+        return replace(ways, weights=any(spared(x) >= WORTH_GATHERING * limit for x in others))
+
+    def spared(step: PlannedStep) -> int:
+        """Bytes of weights on a device that it need not have for both passes."""
+        if step.is_pipeline:
+            return 0
+        plan = step.planned[0]
+        more = max(state_bytes(plan) - state // cluster.num_devices, 0)
+        ways = (plan, plan.unlimited)
+        return more + max(gathered_for_both(x.program) for x in ways if x is not None)
 
     def may_do(count: int) -> bool:
         """Whether what keeps least fits."""
@@ -81,23 +93,22 @@ def recomputed_plans(
         alike = (x for x in others if x.split.num_microbatches == count and not x.is_pipeline)
         peaks = [max(x.peak_bytes) for x in alike]
         saved = SAVED_AT_MOST * ways.most_saved_bytes // cluster.num_devices
-        if peaks and min(peaks) - saved > memory_limit_of(options, cluster):
+        if peaks and min(peaks) - saved > limit:
             return False
-        return ways.smallest_fits(fits, report)
+        before = len(made)
+        if ways.smallest_fits(fits, report):
+            return True
+        missing = ((spared(x), max(x.peak_bytes) - limit) for x in made[before:])
+        if ways.weights or not any(held >= WORTH_GATHERING * most for held, most in missing):
+            return False
+        gathering.add(count)
+        return replace(ways, weights=True).smallest_fits(fits, report)
 
     fewest = fewest_that_fit(counts, even, may_do)
     if ways := steps(fewest) if fewest else None:
+        ways = replace(ways, weights=ways.weights or fewest in gathering)
         ways.least_that_fits(fits, report)
     return made
-
-
-def _gather_much(others: Sequence[PlannedStep], limit: int) -> bool:
-    """Whether the quickest plan that keeps all gathers weights for both passes, and many."""
-    alone = [x.planned[0].unlimited or x.planned[0] for x in others if not x.is_pipeline]
-    if not alone:
-        return False
-    quickest = min(alone, key=lambda x: x.least_seconds)
-    return gathered_for_both(quickest.program) >= WORTH_GATHERING * limit
 
 
 def fewest_that_fit(counts: Sequence[int], even: int, fits: Callable[[int], bool]) -> int:

@@ -28,6 +28,7 @@ from autopar.passes.trace import roles
 from autopar.passes.trace.annotations import with_annotations
 from autopar.passes.trace.arguments import Argument, Request, Result
 from autopar.passes.trace.batch_lines import tell_batch
+from autopar.passes.trace.lost_checkpoints import warn_of_lost_checkpoints
 from autopar.passes.trace.object_states import ObjectKey
 from autopar.passes.trace.shard_maps import without_shard_maps
 from autopar.passes.trace.side_effects import tell_unreturned, unreturned, watched
@@ -150,6 +151,7 @@ def trace(
             raise told from error
     watch.tell(name)
     check_constants(closed.consts, name, _where(fn))
+    warn_of_lost_checkpoints(closed)
     tree, leaves, paths, traced = made[-1]
     if not closed.out_avals:
         raise TraceError(
