@@ -138,6 +138,26 @@ def test_choices_are_nested_and_layers_alike() -> None:
         assert len(products) in (0, DEPTH - 1), "the last one's backward pass comes at once"
 
 
+@pytest.mark.parametrize("slower", [1e3, 1e9, 1e12])
+def test_choices_are_the_same_however_large_the_batch(slower: float) -> None:
+    """Prices of a cut are integers: of batches of a million tokens they were cut off at a largest.
+
+    So what a product of a third of a second makes was kept at any price.
+    """
+    graph = graph_of(step_of(), *arguments())
+    step = microbatch.in_one_microbatch(graph, populate(graph.jaxpr))
+    rules = populate(step.graph.jaxpr)
+
+    def family(factor: float) -> list[tuple[int, int]]:
+        def seconds(eqn: JaxprEqn) -> float:
+            return factor * sum(v.aval.size for v in eqn.outvars)
+
+        values = KeptValues.of(step, rules, seconds)
+        return [(kept.saved_bytes, len(kept.again)) for kept in values.family]
+
+    assert family(slower * 1e-9) == family(1e-9)
+
+
 def microbatch_body(step: Microbatched) -> list[JaxprEqn]:
     assert step.loop is not None
     return list(step.loop.body.eqns)

@@ -16,7 +16,9 @@ VOCABULARY, WIDTH, BATCH, LENGTH = 128, 32, 16, 8
 CLUSTER = autopar.Cluster.preset("h100", devices_per_node=4)
 
 
-def _plan(dtype: Any = jnp.bfloat16, *, checkpoint: bool = False, **options: Any) -> autopar.Plan:
+def _plan(
+    dtype: Any = jnp.bfloat16, *, checkpoint: bool = False, rows: int = BATCH, **options: Any
+) -> autopar.Plan:
     def layer(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.tanh(jnp.tanh(x @ w.astype(dtype)) @ w.astype(dtype))
 
@@ -34,7 +36,7 @@ def _plan(dtype: Any = jnp.bfloat16, *, checkpoint: bool = False, **options: Any
 
     state = {f"w{i}": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for i in range(3)}
     state["table"] = jax.ShapeDtypeStruct((VOCABULARY, WIDTH), jnp.float32)
-    batch = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
+    batch = jax.ShapeDtypeStruct((rows, LENGTH), jnp.int32)
     return autopar.plan(step, state, batch, **{"cluster": CLUSTER, **options})
 
 
@@ -50,6 +52,14 @@ def test_what_is_computed_again_or_split_or_cut_does_not_count() -> None:
     assert _plan(checkpoint=True).estimates.model_flops == plain
     assert _plan(microbatches=4).estimates.model_flops == plain
     assert _plan(stages=2, microbatches=4, remat="full").estimates.model_flops == plain
+
+
+def test_one_sequence_has_tokens() -> None:
+    plan = _plan(rows=1)
+    done = plan.throughput
+    assert (done.examples, done.tokens) == (1, LENGTH)
+    slow = dataclasses.replace(done, step_seconds=800.0)
+    assert str(slow).startswith("0.01 tokens/s, 0.00125 examples/s")
 
 
 def test_rates_follow_from_the_step(tmp_path: Path) -> None:

@@ -115,6 +115,31 @@ def test_such_a_plan_is_followed(plans: list[autopar.Plan]) -> None:
     assert sum(map(is_barrier, followed.graph.jaxpr.eqns)) == 2 * (LAYERS - 1)
 
 
+@pytest.mark.parametrize("rows", [8192, 32768])
+def test_what_all_computed_again_fits_is_not_refused(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By weights that are read again, whether the quickest plan gathers them or has them whole."""
+    monkeypatch.setattr(layout_search, "LONG_PROGRAM", 10)
+    monkeypatch.setattr(stage_shardings, "LARGE_PROBLEM", 10)
+    asked: dict[str, Any] = {"cluster": CLUSTER, "microbatches": 1, "stages": 1}
+
+    def planned(remat: str, limit: int | None = None, method: str = "auto") -> autopar.Plan:
+        options = {**asked, "remat": remat, "memory_limit": limit, "method": method}
+        return autopar.plan(step, *shapes(4096, rows), **options)
+
+    limit = int(0.8 * planned("full").estimates.peak_bytes_per_device)
+    full, auto = planned("full", limit), planned("auto", limit)
+    for plan in (full, auto):
+        assert plan.recomputation is not None and plan.recomputation.weights == LAYERS - 1
+        assert plan.estimates.peak_bytes_per_device <= limit
+    assert auto.estimates.step_seconds <= full.estimates.step_seconds
+    with pytest.raises(autopar.AutoparError, match="No plan keeps within"):
+        planned("none", limit)
+    whole = planned("full", method="data").recomputation  # nothing is gathered
+    assert whole is not None and not whole.weights
+
+
 def test_layers_are_priced_with_weights_gathered_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from autopar.base.cluster import Cluster
 from autopar.base.errors import BatchArgumentError, InexactMicrobatchError, PlanMismatchError
+from autopar.base.methods import WHOLE_PARAMETERS
 from autopar.base.options import Options
 from autopar.base.plan_records import OutputCertificate, Recomputation
 from autopar.passes import microbatch
@@ -21,12 +22,7 @@ from autopar.passes.graph.graph import Graph, batch_sizes
 from autopar.passes.graph.microbatched import in_phases
 from autopar.passes.planner.asked_loops import with_asked_loops
 from autopar.passes.planner.automatic_stages import AutomaticStages
-from autopar.passes.planner.candidates import (
-    Keep,
-    PlannedStep,
-    Report,
-    plan_layout,
-)
+from autopar.passes.planner.candidates import Keep, PlannedStep, Report, plan_layout
 from autopar.passes.planner.known_costs import KnownCosts
 from autopar.passes.planner.layer_units import units_of
 from autopar.passes.planner.layouts import (
@@ -149,7 +145,8 @@ class LayoutSearch:
         """
         graph, options = self.graph, self.options
         if not is_pipeline and (again is not None or options.remat == "full"):
-            return recomputed_step(self.split(count, True), self.cluster, again)
+            cut = options.method not in WHOLE_PARAMETERS
+            return recomputed_step(self.split(count, True), self.cluster, again, weights=cut)
         has_loop = count > 1 or is_pipeline
         if (count, has_loop) in self.known.splits:
             return self.known.splits[count, has_loop]

@@ -15,8 +15,9 @@ from autopar.base.plan_records import Recomputation
 from autopar.passes.graph.primitives import keeps_order
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.primitives.populate import populate
-from autopar.passes.recompute.choice import KeptChoice, KeptValues
+from autopar.passes.recompute.choice import KeptValues
 from autopar.passes.recompute.joined_blocks import JoinedBlocks
+from autopar.passes.recompute.kept_choice import KeptChoice
 from autopar.passes.recompute.read_again import with_weights_read_again
 from autopar.passes.recompute.run_again import recomputed
 from autopar.passes.recompute.without_loop import without_loop
@@ -27,18 +28,18 @@ from autopar.passes.slicing.anatomy import bytes_of
 
 
 def recomputed_step(
-    split: SplitStep, cluster: Cluster, again: Recomputation | None = None
+    split: SplitStep, cluster: Cluster, again: Recomputation | None = None, *, weights: bool = True
 ) -> SplitStep:
     """A step with a loop that computes again what a plan says; None: all of every layer.
 
-    Then it reads its weights again as well, as with `jax.checkpoint` around every layer.
+    Then it reads its `weights` again as well, as with `jax.checkpoint` around every layer.
     """
     if again is not None:
         if again.weights and not again.operations:
             return _gathering_as_recorded(split, again)
         steps = RecomputedSteps.of(split, cluster, again.host_share > 0)
         return replace(steps, weights=again.weights > 0).as_recorded(again)
-    steps = replace(RecomputedSteps.of(split, cluster), weights=True)
+    steps = replace(RecomputedSteps.of(split, cluster), weights=weights)
     return steps[len(steps) - 1] if len(steps) else split
 
 

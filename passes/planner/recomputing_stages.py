@@ -19,7 +19,7 @@ from autopar.base.options import Options
 from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage
 from autopar.passes.planner.recomputed_steps import RecomputedSteps
 from autopar.passes.planner.stage_shardings import MeshSearch, memory_limit_of
-from autopar.passes.recompute.choice import KeptChoice
+from autopar.passes.recompute.kept_choice import KeptChoice
 
 PAYS = 1.01  # times what a stage takes with any memory: with less, nothing else is looked for
 CHOICES = 15  # that are asked for at most, of those that there are: four are planned

@@ -15,7 +15,8 @@ from dataclasses import replace
 from functools import cached_property
 
 from autopar.passes.graph.graph import readers_of
-from autopar.passes.recompute.choice import HARDLY, KeptChoice, KeptValues
+from autopar.passes.recompute.choice import HARDLY, KeptValues
+from autopar.passes.recompute.kept_choice import KeptChoice
 
 _HALVINGS = 8  # of the prices between which lies that at which joined blocks keep least
 

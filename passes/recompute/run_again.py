@@ -23,7 +23,8 @@ from autopar.passes.graph.graph import Atom, variables
 from autopar.passes.graph.host_values import put_away
 from autopar.passes.graph.microbatched import Microbatched, Task
 from autopar.passes.graph.name_stacks import marked_again
-from autopar.passes.recompute.choice import KeptChoice, KeptValues
+from autopar.passes.recompute.choice import KeptValues
+from autopar.passes.recompute.kept_choice import KeptChoice
 
 
 def recomputed(values: KeptValues, kept: KeptChoice) -> Microbatched:

@@ -123,5 +123,32 @@ def test_fewer_microbatches_are_looked_at_where_values_are_computed_again(
         self.made.extend([step(2.0, count)] if count == 4 else [])
 
     monkeypatch.setattr(QuickerAgain, "look", look)
-    searched(2**20, [step(3.0, 8)]).look_below([1, 2, 4, 8, 16])
+    searched(2**20, [step(3.0, 8)]).look_below([1, 2, 4, 8, 16], lambda count: {})
+    assert found == looked_at
+
+
+@pytest.mark.parametrize(
+    ("expected", "looked_at"),
+    [
+        ({2: {(4, 2): 2.0, (8,): 1.0}, 4: {(4, 2): 2.5}}, [(2, (4, 2))]),  # its own mesh
+        ({2: {(8,): 2.0}, 4: {(8,): 1.5}}, [(4, (8,))]),  # the quickest
+        ({4: {(4, 2): 2.95}}, []),  # hardly quicker
+        ({16: {(4, 2): 1.0}}, []),  # not fewer
+    ],
+)
+def test_fewer_microbatches_are_looked_at_where_layers_expect_them_to_be_quicker(
+    expected: Any, looked_at: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though what fits so far computes nothing again."""
+    found = list[tuple[int, tuple[int, ...]]]()
+
+    def look(self: QuickerAgain, steps: Any, mesh: tuple[int, ...], free: Any = None) -> None:
+        found.append((steps.split.num_microbatches, mesh))
+
+    monkeypatch.setattr(QuickerAgain, "look", look)
+    split = SimpleNamespace(num_microbatches=8, recomputation=None)
+    planned = [SimpleNamespace(mesh=(4, 2))]
+    known = {"step_seconds": 3.0, "fits": True, "is_pipeline": False}
+    again = searched(2**20, [SimpleNamespace(split=split, planned=planned, **known)])
+    again.look_below([1, 2, 4, 8, 16], lambda count: expected.get(count, {}))
     assert found == looked_at
