@@ -100,7 +100,8 @@ class Options:
       remat: what the backward pass of a microbatch computes again instead of keeping it. "none":
         what the program says (`jax.checkpoint` is respected), and in a pipeline what a few
         elementwise operations bring back. "full": all of a stage, from what it receives; on one
-        mesh all of each layer, and of each iteration of a scan. "auto": what is quickest where not
+        mesh all of each layer, and of each iteration of a scan, with weights that are gathered
+        again. "auto": what is quickest where not
         all fits: to compute some of it again, on one mesh instead of more microbatches or other
         shards, too. But for "none", scans stack nothing that a few elementwise operations bring
         back. "override": as "auto", after undoing the program's own `jax.checkpoint`, in scans as
