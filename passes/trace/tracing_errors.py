@@ -161,6 +161,13 @@ def _reason(error: Exception, text: str) -> tuple[str, str, str] | None:
             "no such GPUs, nor has this machine",
             'use implementation=None or "xla" there, or plan for a cluster that has them.',
         )
+    if isinstance(error, NotImplementedError) and _IS_SIZE_OF_CUDNN.search(text):
+        return (
+            '{name} asks for implementation="cudnn" of attention, which does not take these sizes.',
+            f"cuDNN's kernel says: {text.rstrip('.')}",
+            "pad sequences to a multiple of 2, with key_value_seq_lengths= for the padding, and "
+            'heads to one of 8; or use implementation=None or "xla", which take any.',
+        )
     if isinstance(error, errors.UnexpectedTracerError):
         return _KEPT
     if _is_of_another_trace(error, text):
@@ -181,6 +188,7 @@ def _is_of_another_trace(error: Exception, text: str) -> bool:
 
 
 _IS_SLICE = re.compile(r"must be static integers|must have static start/stop/step")
+_IS_SIZE_OF_CUDNN = re.compile(r"^Unsupported sequence length Q|^The head dim must be <=")
 _IS_HASHED = re.compile(r"unhashable type: '\w*Tracer'")
 _IS_SHAPE = "Shapes must be 1D sequences of concrete values"
 
