@@ -64,7 +64,7 @@ def test_devices_without_it_are_told(cluster: str) -> None:
 def test_larger_heads_need_a_newer_gpu() -> None:
     """JAX allows them from compute capability 9.0 on, which the cluster tells."""
     autopar.plan(train_step, *shapes(256), cluster="8xh100", method="data")
-    with pytest.raises(NotImplementedError, match="head dim must be <= 128"):
+    with pytest.raises(autopar.errors.TraceError, match="head dim must be <= 128"):
         autopar.plan(train_step, *shapes(256), cluster="8xa100", method="data")
 
 
@@ -80,6 +80,12 @@ def test_shapes_are_found_for_gpus_that_are_elsewhere() -> None:
             autopar.tracing_for(wrong),  # type: ignore[arg-type]
         ):
             pass
+
+
+def test_sizes_that_it_does_not_take_are_told() -> None:
+    with pytest.raises(autopar.errors.TraceError, match="does not take these sizes") as caught:
+        autopar.plan(train_step, *shapes(60), cluster="8xh100")
+    assert "multiple of 8" in str(caught.value) and "test_absent_gpus.py" in str(caught.value.where)
 
 
 def test_outside_jax_answers_as_before() -> None:
@@ -118,5 +124,5 @@ def test_a_gpu_that_is_there_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_several_clusters_are_traced_for_the_oldest_gpus() -> None:
-    with pytest.raises(NotImplementedError, match="head dim must be <= 128"):
+    with pytest.raises(autopar.errors.TraceError, match="head dim must be <= 128"):
         autopar.scaling(train_step, *shapes(264), clusters=["8xh100", "8xa100"], method="data")
