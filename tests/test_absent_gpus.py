@@ -83,7 +83,7 @@ def test_shapes_are_found_for_gpus_that_are_elsewhere() -> None:
 
 
 def test_sizes_that_it_does_not_take_are_told() -> None:
-    with pytest.raises(autopar.errors.TraceError, match="does not take these sizes") as caught:
+    with pytest.raises(autopar.errors.TraceError, match="which does not take these") as caught:
         autopar.plan(train_step, *shapes(60), cluster="8xh100")
     assert "multiple of 8" in str(caught.value) and "test_absent_gpus.py" in str(caught.value.where)
 

@@ -35,6 +35,9 @@ BATCH = np.random.default_rng(1).normal(size=(2, ROWS, WIDTH)).astype(np.float32
 COPIES = DEPTH * 2 * WIDTH * WIDTH * 2 // 2  # bytes of a stage's casts, of two stages
 TWO: dict[str, Any] = {"microbatches": 4, "schedule": "1f1b"}
 HALF = jnp.bfloat16
+ROUNDING = (
+    2.0**-8
+)  # of bfloat16: with JAX 0.12, XLA:CPU rounds in other places of a loop and around it
 
 
 def init() -> Any:
@@ -101,7 +104,7 @@ def test_every_task_casts_for_itself() -> None:
         assert all(read.issuperset(loop.body.eqns[number].outvars) for number in numbers)
         # What reads the first one reads nothing else that the backward pass made.
         assert all(len(loop.body.eqns[number].outvars) == 2 for number in numbers[1:])
-    assert_equal_to_whole(whole, stages, relative=0.0)
+    assert_equal_to_whole(whole, stages, relative=ROUNDING)
 
 
 def test_what_is_read_elsewhere_as_well_is_cast_once() -> None:
@@ -181,7 +184,8 @@ def test_they_compute_the_same(remat: str, tmp_path: Path) -> None:
     plan, ours = computed(**options)
     assert casts_of(free) == ["once", "once"] and "microbatch" in casts_of(plan)
     assert [stage.remat for stage in plan.stages] == [remat, remat]
-    jax.tree.map(np.testing.assert_array_equal, ours, once)
+    rounded = functools.partial(np.testing.assert_allclose, rtol=ROUNDING, atol=2e-5)
+    jax.tree.map(rounded, ours, once)
     expected = jax.jit(train_step)(init(), *BATCH)
     close = functools.partial(np.testing.assert_allclose, rtol=2e-2, atol=2e-3)  # bfloat16
     jax.tree.map(close, ours, expected)
