@@ -184,7 +184,7 @@ def test_they_compute_the_same(remat: str, tmp_path: Path) -> None:
     plan, ours = computed(**options)
     assert casts_of(free) == ["once", "once"] and "microbatch" in casts_of(plan)
     assert [stage.remat for stage in plan.stages] == [remat, remat]
-    rounded = functools.partial(np.testing.assert_allclose, rtol=ROUNDING, atol=2e-5)
+    rounded = functools.partial(np.testing.assert_allclose, rtol=ROUNDING, atol=4e-5)
     jax.tree.map(rounded, ours, once)
     expected = jax.jit(train_step)(init(), *BATCH)
     close = functools.partial(np.testing.assert_allclose, rtol=2e-2, atol=2e-3)  # bfloat16

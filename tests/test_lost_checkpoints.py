@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,44 +13,72 @@ import pytest
 import autopar
 from autopar.base.errors import AutoparWarning
 
-LAYERS, WIDTH = 3, 8
+LAYERS, WIDTH, ROWS = 3, 8, 16
+EVERYTHING = jax.checkpoint_policies.everything_saveable
 
 
-def _planned(form: str, **options: Any) -> None:
+def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+    return jnp.tanh(jnp.sin(x @ w)), None
+
+
+def linear(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+    return x @ w, None
+
+
+def planned(form: str, of: Callable[..., Any] = layer, **options: Any) -> None:
     """Plans a step whose layers are `form`, each with a checkpoint."""
-
-    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
-        return jnp.tanh(jnp.sin(x @ w)), None
-
-    block = jax.checkpoint(layer, **options)
+    block = jax.checkpoint(of, **options)
 
     def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
         if form == "scan":
             return jax.lax.scan(block, x, weights)[0].sum()
+        if form == "around a scan":
+            scanned = jax.checkpoint(lambda x: jax.lax.scan(of, x, weights)[0], **options)
+            return scanned(x).sum()
         for w in weights:
             x, _ = block(x, w)
         return x.sum()
 
     def step(weights: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
-        value, gradient = jax.value_and_grad(loss)(weights, batch)
-        return weights - gradient, value
+        if form != "accumulated":
+            value, gradient = jax.value_and_grad(loss)(weights, batch)
+            return weights - gradient, value
+
+        def add(total: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+            value, gradient = jax.value_and_grad(loss)(weights, rows)
+            return total + gradient, value
+
+        parts = batch.reshape(4, ROWS // 4, WIDTH)
+        total, values = jax.lax.scan(add, jnp.zeros_like(weights), parts)
+        return weights - total, values.sum()
 
     weights = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
-    batch = jax.ShapeDtypeStruct((16, WIDTH), jnp.float32)
+    batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     autopar.plan(jax.jit(step), weights, batch, cluster="1x2 h100", progress=False)
 
 
-def test_layers_one_by_one_are_told_with_their_line() -> None:
+@pytest.mark.parametrize("form", ["unrolled", "accumulated"])
+def test_layers_one_by_one_are_told_with_their_line(form: str) -> None:
     with pytest.warns(AutoparWarning, match="prevent_cse=False lets XLA") as told:
-        _planned("unrolled", prevent_cse=False)
+        planned(form, prevent_cse=False)
     assert len(told) == 1
     assert "test_lost_checkpoints.py" in str(told[0].message)
+    assert "(layer)" in str(told[0].message)
 
 
 @pytest.mark.parametrize(
-    ("form", "options"), [("scan", {"prevent_cse": False}), ("unrolled", {}), ("scan", {})]
+    ("form", "of", "options"),
+    [
+        ("scan", layer, {"prevent_cse": False}),
+        ("unrolled", layer, {}),
+        ("around a scan", layer, {"prevent_cse": False}),
+        ("unrolled", linear, {"prevent_cse": False}),
+        ("unrolled", layer, {"prevent_cse": False, "policy": EVERYTHING}),
+    ],
 )
-def test_what_is_computed_again_is_not_told(form: str, options: dict[str, Any]) -> None:
+def test_what_is_computed_again_or_never_was_is_not_told(
+    form: str, of: Callable[..., Any], options: dict[str, Any]
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", AutoparWarning)
-        _planned(form, **options)
+        planned(form, of, **options)

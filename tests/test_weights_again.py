@@ -77,6 +77,8 @@ def test_with_values_that_are_computed_again_it_is_recorded() -> None:
     again = recomputed_step(split, CLUSTER, plain)
     assert again.recomputation == record
     assert len(again.graph.jaxpr.eqns) == len(made.graph.jaxpr.eqns)
+    with pytest.raises(autopar.errors.PlanMismatchError, match="other values again"):
+        recomputed_step(split, CLUSTER, replace(plain, saved_bytes=plain.saved_bytes + 1))
     older = replace(record, weights=0, weight_bytes=0)  # as plans were written without them
     assert not {"weights", "weight_bytes"} & older.to_dict().keys()
     assert Recomputation.from_dict(older.to_dict()) == older

@@ -291,10 +291,10 @@ class Recomputation(Record):
     def described(self, whose: str) -> str:
         """In a line; say `whose` time it adds to."""
         plural, whole = "s" * (self.weights != 1), format_bytes(self.weight_bytes)
-        weights = f"{self.weights} weight{plural} ({whole}) gathered again"
+        weights = f"{self.weights} weight{plural} ({whole})"
         if self.weights and not self.operations:
             longer = f": {whose} takes {format_seconds(self.seconds)} more" if self.seconds else ""
-            return f"{weights}, as prices count it anyway{longer}"
+            return f"{weights} gathered again, as prices count it anyway{longer}"
         shown = [f"{count} {name}" for name, count in self.operations[:4]] or ["nothing"]
         more = sum(count for _, count in self.operations[4:])
         what = ", ".join([*shown, *([f"{more} more"] if more else [])])
@@ -305,7 +305,8 @@ class Recomputation(Record):
         hosted = f"; {self.hosted} values wait in the hosts' memory" if self.hosted else ""
         return (
             f"{what} in {where}: a microbatch keeps {size} less on all devices, "
-            f"{whose} takes {seconds} more{hosted}" + (f"; {weights}" if self.weights else "")
+            f"{whose} takes {seconds} more{hosted}"
+            + (f"; {weights} read again, and gathered where they are cut" if self.weights else "")
         )
 
 

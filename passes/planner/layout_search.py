@@ -145,7 +145,7 @@ class LayoutSearch:
         """
         graph, options = self.graph, self.options
         if not is_pipeline and (again is not None or options.remat == "full"):
-            cut = options.method not in WHOLE_PARAMETERS
+            cut = self.cluster.num_devices > 1 and options.method not in WHOLE_PARAMETERS
             return recomputed_step(self.split(count, True), self.cluster, again, weights=cut)
         has_loop = count > 1 or is_pipeline
         if (count, has_loop) in self.known.splits:

@@ -269,7 +269,8 @@ class QuickerAgain:
         if not smallest.fits:  # other shards do, perhaps
             if smallest.least_seconds > self.seconds:
                 return False
-            gathered = 0 if steps.weights else gathered_for_both(smallest.program)
+            again = not steps.weights and steps.split.reading_again is not steps.split
+            gathered = gathered_for_both(smallest.program) if again else 0
             if gathered and gathered >= WORTH_GATHERING * (smallest.peak.bytes - limit):
                 return self._look_on(replace(steps, weights=True), mesh, free)
             is_near = search(high).is_large and smallest.peak.bytes <= HOPELESS * limit

@@ -38,9 +38,26 @@ def recomputed_step(
         if again.weights and not again.operations:
             return _gathering_as_recorded(split, again)
         steps = RecomputedSteps.of(split, cluster, again.host_share > 0)
-        return replace(steps, weights=again.weights > 0).as_recorded(again)
+        found = replace(steps, weights=again.weights > 0).as_recorded(again)
+        _check_is_the_same(found.recomputation, again)
+        return found
     steps = replace(RecomputedSteps.of(split, cluster), weights=weights)
     return steps[len(steps) - 1] if len(steps) else split
+
+
+def _check_is_the_same(found: Recomputation | None, recorded: Recomputation) -> None:
+    """See that a step computes again what a plan says; from its price alone follows the rest.
+
+    Raises:
+      PlanMismatchError: it does not.
+    """
+    is_same = found is not None and found.saved_bytes == recorded.saved_bytes
+    if found is None or not is_same or found.operations != recorded.operations:
+        raise PlanMismatchError(
+            "The plan computes other values again than this version would at its price.",
+            why=f"it says {recorded}; here it would be {found}.",
+            hint="plan again.",
+        )
 
 
 def _gathering_as_recorded(split: SplitStep, again: Recomputation) -> SplitStep:

@@ -38,6 +38,7 @@ from autopar.passes.slicing.slice_stages import LayersOfStep
 Seconds = Callable[[JaxprEqn], float]
 
 _UNITS = 1e15  # of a second, for capacities: at most, if all that runs again is not too much
+_MUCH = 64  # times what runs again, with what it writes: far less than the largest price
 _PRICES_TRIED = 24
 HARDLY = 0.01  # of the most that a choice saves: what saves so little more is not looked at
 _PRICES_APART = 1.25  # times a price, the next one that is not tried apart from it
@@ -344,8 +345,8 @@ class KeptValues:
 
     @cached_property
     def _units(self) -> float:
-        """Of a second, so many that all that may run again has a price below the largest."""
-        return min(_UNITS, LARGEST_PRICE / (4 * (sum(self._seconds_again) or 1.0)))
+        """Of a second, so many that all that may run again, and write, costs below the largest."""
+        return min(_UNITS, LARGEST_PRICE / (_MUCH * (sum(self._seconds_again) or 1.0)))
 
     @cached_property
     def prices(self) -> tuple[float, float]:

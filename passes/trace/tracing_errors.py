@@ -165,8 +165,12 @@ def _reason(error: Exception, text: str) -> tuple[str, str, str] | None:
         return (
             '{name} asks for implementation="cudnn" of attention, which does not take these sizes.',
             f"cuDNN's kernel says: {text.rstrip('.')}",
-            "pad sequences to a multiple of 2, with key_value_seq_lengths= for the padding, and "
-            'heads to one of 8; or use implementation=None or "xla", which take any.',
+            (
+                "pad heads to a multiple of 8, if that is not too wide"
+                if "head dim must" in text
+                else "pad sequences to a multiple of 2, with key_value_seq_lengths= for the padding"
+            )
+            + '; or use implementation=None or "xla", which take any.',
         )
     if isinstance(error, errors.UnexpectedTracerError):
         return _KEPT
@@ -188,7 +192,9 @@ def _is_of_another_trace(error: Exception, text: str) -> bool:
 
 
 _IS_SLICE = re.compile(r"must be static integers|must have static start/stop/step")
-_IS_SIZE_OF_CUDNN = re.compile(r"^Unsupported sequence length Q|^The head dim must be <=")
+_IS_SIZE_OF_CUDNN = re.compile(
+    r"^Unsupported sequence length Q \d+, KV \d+\.$|^The head dim must be <="
+)
 _IS_HASHED = re.compile(r"unhashable type: '\w*Tracer'")
 _IS_SHAPE = "Shapes must be 1D sequences of concrete values"
 

@@ -16,6 +16,7 @@ import autopar
 from autopar.base.options import Options
 from autopar.passes.planner import meshes_in_turn, stage_shardings
 from autopar.passes.planner.auto_stages import StageSearch
+from autopar.passes.planner.known_costs import KnownCosts
 from autopar.passes.planner.layout_search import LayoutSearch
 from autopar.passes.planner.meshes_in_turn import plan_meshes
 from autopar.passes.planner.one_mesh import (
@@ -374,6 +375,20 @@ def test_layers_tell_of_more_microbatches_than_they_were_priced_with() -> None:
     slower = costs.by_mesh(math.inf)[8,]
     assert costs.expected(8, 2, limit=1000) == {MESH: seconds, (8,): slower}, "not priced with less"
     assert costs.expected(8, 2, limit=0) == {MESH: seconds, (8,): slower}, "with any memory"
+
+
+def test_layers_tell_of_fewer_microbatches_than_they_were_priced_with() -> None:
+    """As the next ones that were priced do, with any memory."""
+    costs = {count: OneMeshCosts(cast(UnitCosts, Priced(count)), 8) for count in (4, 16)}
+    known = KnownCosts.nothing()
+    assert known.with_fewer(2) == {}
+    known.one_mesh.update({**costs, 2: None})
+    layers = ALL_ROWS.with_rows(1 / 2)
+    seconds = 2 * layers.seconds + layers.once_seconds
+    assert known.with_fewer(2)[MESH] == pytest.approx(seconds)
+    assert known.with_fewer(2) == costs[4].expected(2, 4, limit=10**9)
+    assert known.with_fewer(8) == costs[16].expected(8, 16, limit=10**9)
+    assert known.with_fewer(16) == {}
 
 
 def test_of_shapes_that_need_as_little_the_two_quickest_are_tried_last() -> None:
