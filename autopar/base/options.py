@@ -101,11 +101,11 @@ class Options:
         what the program says (`jax.checkpoint` is respected), and in a pipeline what a few
         elementwise operations bring back. "full": all of a stage, from what it receives; on one
         mesh all of each layer, and of each iteration of a scan, with weights that are gathered
-        again. "auto": what is quickest where not
-        all fits: to compute some of it again, on one mesh instead of more microbatches or other
-        shards, too. But for "none", scans stack nothing that a few elementwise operations bring
-        back. "override": as "auto", after undoing the program's own `jax.checkpoint`, in scans as
-        well; an inner scan of a scan's body runs again all the same.
+        again. "auto": what is quickest where not all fits: to compute some of it again, on one mesh
+        instead of more microbatches or other shards, too. But for "none", scans stack nothing that
+        a few elementwise operations bring back. "override": as "auto", after undoing the program's
+        own `jax.checkpoint`, in scans as well; an inner scan of a scan's body runs again all the
+        same.
       offload: which arrays of the state lie in the memory of the hosts between steps, and are on
         the devices only while the step computes with them, a few at a time. "none"; "auto": those
         for which that is cheaper than what else would make the step fit, by `host_bandwidth` and

@@ -281,12 +281,11 @@ class QuickerAgain:
             spared = free.peak.bytes - smallest.peak.bytes if free else math.inf
             if free and leanest > limit and spared < WORTH_SOLVING * (free.peak.bytes - limit):
                 return False
-            tried, enough = lean, ENOUGH_OF_LARGE * smallest.least_seconds
-            if not search(high).is_large or not any(
-                x.fits and x.step_seconds <= enough for x in lean
-            ):
+            tried, enough = [*lean], ENOUGH_OF_LARGE * smallest.least_seconds
+            is_enough = any(x.fits and x.step_seconds <= enough for x in lean)
+            if not (search(high).is_large and is_enough):
                 within = search(high).within if is_near else search(high).at_least_price
-                tried = [within(smallest), *lean]
+                tried.insert(0, within(smallest))
             fitting = [x for x in tried if x.fits]
             if not fitting:
                 return not search(high).is_large

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 from autopar.base.cluster import Cluster
 from autopar.base.errors import BatchArgumentError, InexactMicrobatchError, OptionError
@@ -60,7 +59,7 @@ def recomputed_plans(
     if state > cluster.num_devices * limit:
         return []
 
-    gathering = set[int]()  # numbers with which weights are gathered for each pass
+    fitting = dict[int, RecomputedSteps]()  # by microbatches
 
     def fits(step: SplitStep) -> bool:
         others = SearchSoFar(only=only)
@@ -68,7 +67,6 @@ def recomputed_plans(
         made.extend(planned)
         return any(candidate.fits for candidate in planned)
 
-    @lru_cache(maxsize=2)
     def steps(count: int) -> RecomputedSteps | None:
         try:
             ways = RecomputedSteps.of(split(count, True), cluster, options.offload == "auto")
@@ -95,19 +93,18 @@ def recomputed_plans(
         saved = SAVED_AT_MOST * ways.most_saved_bytes // cluster.num_devices
         if peaks and min(peaks) - saved > limit:
             return False
-        before = len(made)
-        if ways.smallest_fits(fits, report):
-            return True
-        missing = ((spared(x), max(x.peak_bytes) - limit) for x in made[before:])
-        if ways.weights or not any(held >= WORTH_GATHERING * most for held, most in missing):
-            return False
-        gathering.add(count)
-        return replace(ways, weights=True).smallest_fits(fits, report)
+        before, does = len(made), ways.smallest_fits(fits, report)
+        if not (does or ways.weights):
+            missing = ((spared(x), max(x.peak_bytes) - limit) for x in made[before:])
+            if any(held >= WORTH_GATHERING * most for held, most in missing):
+                ways = replace(ways, weights=True)
+                does = ways.smallest_fits(fits, report)
+        if does:
+            fitting[count] = ways
+        return does
 
-    fewest = fewest_that_fit(counts, even, may_do)
-    if ways := steps(fewest) if fewest else None:
-        ways = replace(ways, weights=ways.weights or fewest in gathering)
-        ways.least_that_fits(fits, report)
+    if fewest := fewest_that_fit(counts, even, may_do):
+        fitting[fewest].least_that_fits(fits, report)
     return made
 
 

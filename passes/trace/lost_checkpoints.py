@@ -21,16 +21,17 @@ from autopar.passes.graph.primitives import CONTROL_FLOW, HEAVY, KERNELS, REMATS
 _TOLD = 3  # lines
 
 
-def warn_of_lost_checkpoints(closed: ClosedJaxpr) -> None:
+def warn_of_lost_checkpoints(closed: ClosedJaxpr, flat: ClosedJaxpr) -> None:
     """One warning, if a step keeps products or functions that such a checkpoint is to make again.
 
     Args:
       closed: the step as JAX traced it, with its calls.
+      flat: the same without them, as it is planned.
     """
     if not any(_may_be_lost(eqn) for eqn in _all(closed.jaxpr)):
         return
     apart = flatten(ClosedJaxpr(_kept_apart(closed.jaxpr), closed.consts))
-    lost = _made_again(apart.jaxpr) - _made_again(flatten(closed).jaxpr)
+    lost = _made_again(apart.jaxpr) - _made_again(flat.jaxpr)
     if not lost:
         return
     lines = [f"- {source}" for source in lost][:_TOLD]

@@ -151,7 +151,6 @@ def trace(
             raise told from error
     watch.tell(name)
     check_constants(closed.consts, name, _where(fn))
-    warn_of_lost_checkpoints(closed)
     tree, leaves, paths, traced = made[-1]
     if not closed.out_avals:
         raise TraceError(
@@ -165,7 +164,9 @@ def trace(
     unlabelled = [graphs.Input(path, "other") for a in arguments for _, path, _ in a.arrays()]
     try:
         with rare_collections():
-            whole = without_shard_maps(graphs.flatten(closed))
+            flat = graphs.flatten(closed)
+            warn_of_lost_checkpoints(closed, flat)
+            whole = without_shard_maps(flat)
             graph = with_batches(graphs.from_closed_jaxpr(whole, unlabelled, ()))
     except TraceError as error:  # no line of the function's: it is itself a jax.pmap
         error.where = error.where or _where(fn)
