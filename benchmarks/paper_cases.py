@@ -54,7 +54,7 @@ H100_DEVICES = {"llama3-70B": 256, "llama3-405B": 1024, "mixtral-8x22B": 128, "q
 """Of these, what is too large for 64."""
 
 
-WITHOUT_REMAT = ("llama-7B",)
+WITHOUT_REMAT = ("llama-7B", "llama-70B")
 """Also as Hugging Face's models are by default: their layers keep all, so that memory binds."""
 
 

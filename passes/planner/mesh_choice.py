@@ -11,9 +11,10 @@ from types import MappingProxyType
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
 from autopar.passes.graph.casts_again import CastsAgain, casts_again
+from autopar.passes.planner.fitting_plan import ComputesAgain, fitting_plan
 from autopar.passes.planner.layouts import ExpectedSeconds, logical_meshes
 from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage
-from autopar.passes.planner.recomputing_stages import may_pay, recomputing_stage
+from autopar.passes.planner.recomputing_stages import RecomputingStage
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import (
     ENOUGH_OF_LARGE,
@@ -48,7 +49,7 @@ def plan_mesh(
     """
     search = MeshSearch.of(split, mesh, options, cluster, allowed_in, place)
     first = search.free()
-    return first if first.fits else search.within(first)
+    return first if first.fits else fitting_plan(search, first)
 
 
 def plan_on_any(
@@ -58,17 +59,19 @@ def plan_on_any(
     cluster: Cluster,
     place: PlaceInPipeline,
     expected: ExpectedSeconds = MappingProxyType({}),
+    computes_again: ComputesAgain | None = None,
 ) -> list[PlannedStage]:
     """`plan_mesh` of a stage for each mesh, as far as that can be the cheapest of all that fit.
 
     A mesh whose cheapest program exceeds the memory and costs more than one that fits on another
     mesh is not planned within the limit; nor is one of a large stage that costs hardly less. Where
     it is known what a stage is `expected` to take, meshes are planned in that order, and not where
-    it is hardly less than with what fits. One that fits at no price of memory is looked at further
-    when the others are known.
+    it is hardly less than with what fits; the others, which are known to be slower with any memory,
+    only where none of these fits. One that fits neither at a price of memory nor as it
+    `computes_again` what it can is looked at further when the others are known.
     """
     if expected:
-        return _plan_in_order(split, meshes, options, cluster, place, expected)
+        return _plan_in_order(split, meshes, options, cluster, place, expected, computes_again)
     searches = [MeshSearch.of(split, mesh, options, cluster, None, place) for mesh in meshes]
     found = [search.free() for search in searches]
     best = min((x.step_seconds for x in found if x.fits), default=math.inf)
@@ -76,7 +79,7 @@ def plan_on_any(
     for i in sorted(exceeding, key=lambda i: found[i].least_seconds):
         enough = ENOUGH_OF_LARGE if searches[i].is_large else 1.0
         if enough * found[i].least_seconds <= best:
-            found[i] = searches[i].within(found[i])
+            found[i] = fitting_plan(searches[i], found[i], computes_again=computes_again)
             best = min(best, found[i].step_seconds if found[i].fits else math.inf)
     return found
 
@@ -101,10 +104,8 @@ def plan_stage(
       casts: whether it is expected to fit only if it casts in every microbatch: that is tried
         first then, and is enough unless all fits on that mesh anyway.
     """
-    planned = _plan_keeping(place, options, part, expected, casts)
-    if not may_pay(planned, place, options):
-        return planned
-    return recomputing_stage(planned, place, stage_options(place.graph, options), part)
+    again = RecomputingStage(place, stage_options(place.graph, options), part)
+    return again.beside(_plan_keeping(place, options, part, expected, casts, again))
 
 
 def _plan_keeping(
@@ -113,24 +114,29 @@ def _plan_keeping(
     part: Cluster,
     expected: ExpectedSeconds,
     casts: bool,
+    recomputing: RecomputingStage,
 ) -> PlannedStage:
-    """`plan_stage` with everything kept for the backward pass, or the forward pass run again."""
+    """`plan_stage` with everything kept for the backward pass, or the forward pass run again.
+
+    A large one may compute only some of it again.
+    """
     again = casts_again(place.graph.step) if casts else None
+    more = options, part, expected, recomputing
     other: PlannedStage | None = None
     if again is not None:
-        other = _plan_casting(_casting(place, again), options, part, expected, "microbatch")
+        other = _plan_casting(_casting(place, again), *more, "microbatch")
         if not other.fits and place.must_fit:
             return other
         if other.fits and not (free := plan_free(place, options, part, other.mesh)).fits:
             return replace(other, unlimited=free)
-    kept = _plan_casting(place, options, part, expected, "once")
+    kept = _plan_casting(place, *more, "once")
     if kept.fits and (kept.unlimited is None or _is_enough(kept, expected)):
         return kept
     again = again or casts_again(place.graph.step)
     if again is None or (kept.fits and kept.step_seconds <= _least_casting(kept, again, part)):
         return kept
     if other is None:
-        other = _plan_casting(_casting(place, again), options, part, expected, "microbatch")
+        other = _plan_casting(_casting(place, again), *more, "microbatch")
     free = kept.unlimited or kept
     if kept.fits and other.fits:
         return replace(other, unlimited=free) if other.step_seconds < kept.step_seconds else kept
@@ -174,13 +180,15 @@ def _plan_casting(
     options: Options,
     part: Cluster,
     expected: ExpectedSeconds,
+    recomputing: RecomputingStage,
     casts: str,
 ) -> PlannedStage:
     stage = place.graph
     own = stage_options(stage, options)
     one = SplitStep(stage.step, populate(stage.graph.jaxpr), casts=casts)
     meshes = logical_meshes(own, part, stage.graph, of_stage=True)
-    candidates = plan_on_any(one, meshes, own, part, place, expected)
+    computes_again = recomputing.instead_of if recomputing.is_possible else None
+    candidates = plan_on_any(one, meshes, own, part, place, expected, computes_again)
     fitting = [c for c in candidates if c.fits] or candidates
 
     def key(planned: PlannedStage) -> tuple[float, int]:
@@ -202,22 +210,30 @@ def _plan_in_order(
     cluster: Cluster,
     place: PlaceInPipeline,
     expected: ExpectedSeconds,
+    computes_again: ComputesAgain | None,
 ) -> list[PlannedStage]:
+    def rank(mesh: tuple[int, ...]) -> tuple[int, float]:
+        seconds = expected.get(mesh, 0.0)
+        return (0 if mesh in expected else 1, seconds) if seconds < math.inf else (2, 0.0)
+
     found, left = list[PlannedStage](), list[tuple[float, int, Callable[[], PlannedStage]]]()
-    order = sorted(meshes, key=lambda mesh: expected.get(mesh, 0.0))
+    order, slower = sorted(meshes, key=rank), min(expected.values())
     for number, mesh in enumerate(order, start=1):
         fitting = [x for x in found if x.fits]
         best = min((x.step_seconds for x in fitting), default=math.inf)
         known = (x for x in fitting if 0 < expected.get(x.mesh, 0.0) < math.inf)
         wrong = min((x.step_seconds / expected[x.mesh] for x in known), default=0.0)
-        if not wrong or ENOUGH_OF_LARGE * wrong * expected.get(mesh, 0.0) <= best:
+        if not wrong or ENOUGH_OF_LARGE * wrong * expected.get(mesh, slower) <= best:
             least = expected.get(mesh, 0.0) if expected.get(mesh) != math.inf else 0.0
             others = any(expected.get(x, 0.0) < math.inf for x in order[number:])
             search = MeshSearch.of(split, mesh, options, cluster, None, place)
             free = search.free()
-            found.append(free if free.fits else search.within(free, least, is_only=not others))
+            if free.fits or ENOUGH_OF_LARGE * free.least_seconds > best:
+                found.append(free)
+                continue
+            within = partial(fitting_plan, search, free, least, computes_again=computes_again)
+            found.append(within(is_only=not others))
             if others and not found[-1].fits and not place.must_fit:
-                within = partial(search.within, free, least)
                 left.append((max(least, free.least_seconds), len(found) - 1, within))
     for least, number, again in sorted(left, key=lambda each: each[:2]):
         best = min((x.step_seconds for x in found if x.fits), default=math.inf)

@@ -22,6 +22,7 @@ from autopar.base.options import Options
 from autopar.base.units import format_microbatches
 from autopar.passes.graph.graph import Graph, batch_sizes
 from autopar.passes.planner.candidates import PlannedStep, on_one_mesh, quickest
+from autopar.passes.planner.fitting_plan import fitting_plan
 from autopar.passes.planner.layouts import ExpectedSeconds, submesh
 from autopar.passes.planner.least_memory import state_on_devices
 from autopar.passes.planner.one_mesh import WORTH_GATHERING
@@ -284,8 +285,8 @@ class QuickerAgain:
             tried, enough = [*lean], ENOUGH_OF_LARGE * smallest.least_seconds
             is_enough = any(x.fits and x.step_seconds <= enough for x in lean)
             if not (search(high).is_large and is_enough):
-                within = search(high).within if is_near else search(high).at_least_price
-                tried.insert(0, within(smallest))
+                near = fitting_plan if is_near else MeshSearch.at_least_price
+                tried.insert(0, near(search(high), smallest))
             fitting = [x for x in tried if x.fits]
             if not fitting:
                 return not search(high).is_large

@@ -11,67 +11,20 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
+from autopar.passes.planner.fitting_plan import fitting_plan
 from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage
 from autopar.passes.planner.recomputed_steps import RecomputedSteps
+from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import MeshSearch, memory_limit_of
 from autopar.passes.recompute.kept_choice import KeptChoice
 
 PAYS = 1.01  # times what a stage takes with any memory: with less, nothing else is looked for
 CHOICES = 15  # that are asked for at most, of those that there are: four are planned
-
-
-def may_pay(planned: PlannedStage, place: PlaceInPipeline, options: Options) -> bool:
-    """Whether a stage may be quicker, or fit, that computes some of its values again."""
-    if options.remat not in ("auto", "override") or "B" not in place.graph.tasks:
-        return False
-    return not planned.fits or planned.step_seconds > PAYS * planned.least_seconds
-
-
-def recomputing_stage(
-    planned: PlannedStage, place: PlaceInPipeline, options: Options, part: Cluster
-) -> PlannedStage:
-    """The plan of a stage that computes least again and fits, if that is quicker; else itself.
-
-    Args:
-      planned: the best plan that keeps all values, or computes all of the forward pass again.
-      place: the stage, and what it has in flight.
-      options: method, memory limit and so on, of this stage.
-      part: the devices of its mesh.
-    """
-    free = planned.unlimited or planned
-    missing = part.num_devices * (free.peak.bytes - memory_limit_of(options, part))
-    if missing <= 0:
-        return planned
-    steps = RecomputedSteps.of(planned.split, part, at_once=place.at_once)
-    needed, best = missing / max(place.in_flight.values(), default=1), planned
-    apart: list[KeptChoice] = []  # what passes between layers is kept
-    if steps.most_saved_bytes >= needed:
-        apart = [steps.values.family[number] for number in _evenly(len(steps))]
-
-    @cache
-    def joined() -> Sequence[KeptChoice]:
-        return _joined(steps, free, planned, needed)
-
-    if not apart and not joined():
-        return planned
-    keeping = planned.fits and not planned.remat
-    for mesh in dict.fromkeys((free.mesh, planned.mesh)):
-        found = _on_mesh(steps, apart, joined, mesh, place, options, part, keeping)
-        if found is not None and _order(found) < _order(best):
-            best = found
-        if found is not None and found.fits:
-            break
-    return best if best is planned else noted(best, free)
-
-
-def _order(planned: PlannedStage) -> tuple[bool, float]:
-    """The better plan comes first: what fits by its time, the rest by its memory."""
-    return not planned.fits, planned.step_seconds if planned.fits else planned.peak.bytes
 
 
 def noted(planned: PlannedStage, free: PlannedStage) -> PlannedStage:
@@ -81,6 +34,145 @@ def noted(planned: PlannedStage, free: PlannedStage) -> PlannedStage:
     again = replace(again, seconds=max(planned.step_seconds - free.step_seconds, 0.0))
     split = replace(planned.split, recomputation=again)
     return replace(planned, split=split, unlimited=free)
+
+
+@dataclass(frozen=True)
+class RecomputingStage:
+    """Looks for plans of a stage that compute some of its values again.
+
+    Args:
+      place: the stage, and what it has in flight.
+      options: method, memory limit and so on, of this stage.
+      part: the devices of its mesh.
+    """
+
+    place: PlaceInPipeline
+    options: Options
+    part: Cluster
+    _found: dict[object, PlannedStage] = field(default_factory=dict, init=False)
+    _searches: dict[object, MeshSearch] = field(default_factory=dict, init=False)
+    _steps: dict[int, tuple[SplitStep, RecomputedSteps]] = field(default_factory=dict, init=False)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether a stage may compute values again, and has any to compute again."""
+        asked = self.options.remat in ("auto", "override")
+        return asked and "B" in self.place.graph.tasks
+
+    def instead_of(self, free: PlannedStage) -> PlannedStage | None:
+        """The plan that computes least again with which the quickest of all shardings fits.
+
+        None if there is none on the mesh of `free`, the plan that keeps all and does not fit.
+        """
+        found = self._looked_for(free, free, [free.mesh], solves=False)
+        return None if found is None or not found.fits else noted(found, free)
+
+    def beside(self, planned: PlannedStage) -> PlannedStage:
+        """The plan of a stage that computes least again and fits, if that is quicker; else itself.
+
+        `planned` is the best plan that keeps all values, or computes all of the forward pass again.
+        """
+        may_pay = not planned.fits or planned.step_seconds > PAYS * planned.least_seconds
+        if not self.is_possible or planned.split.recomputation is not None or not may_pay:
+            return planned
+        free = planned.unlimited or planned
+        keeping = planned.fits and not planned.remat
+        meshes = [*dict.fromkeys((free.mesh, planned.mesh))]
+        found = self._looked_for(free, planned, meshes, solves=not keeping)
+        is_better = found is not None and _order(found) < _order(planned)
+        return noted(found, free) if found is not None and is_better else planned
+
+    def _looked_for(
+        self,
+        free: PlannedStage,
+        planned: PlannedStage,
+        meshes: Sequence[tuple[int, ...]],
+        *,
+        solves: bool,
+    ) -> PlannedStage | None:
+        """The best plan that computes the values of what is `planned` again; None without any.
+
+        On the first mesh on which one fits.
+        """
+        limit = memory_limit_of(self.options, self.part)
+        missing = self.part.num_devices * (free.peak.bytes - limit)
+        if missing <= 0:
+            return None
+        steps = self._steps_of(planned.split)
+        needed = missing / max(self.place.in_flight.values(), default=1)
+        apart: list[KeptChoice] = []  # what passes between layers is kept
+        if steps.most_saved_bytes >= needed:
+            apart = [steps.values.family[number] for number in _evenly(len(steps))]
+
+        @cache
+        def joined() -> Sequence[KeptChoice]:
+            return _joined(steps, free, planned, needed)
+
+        best: PlannedStage | None = None
+        for mesh in meshes if apart or joined() else ():
+            found = self._on_mesh(steps, apart, joined, mesh, solves=solves)
+            if found is not None and (best is None or _order(found) < _order(best)):
+                best = found
+            if found is not None and found.fits:
+                break
+        return best
+
+    def _steps_of(self, split: SplitStep) -> RecomputedSteps:
+        if id(split) not in self._steps:
+            steps = RecomputedSteps.of(split, self.part, at_once=self.place.at_once)
+            self._steps[id(split)] = split, steps
+        return self._steps[id(split)][1]
+
+    def _on_mesh(
+        self,
+        steps: RecomputedSteps,
+        apart: Sequence[KeptChoice],
+        joined: Callable[[], Sequence[KeptChoice]],
+        mesh: tuple[int, ...],
+        *,
+        solves: bool,
+    ) -> PlannedStage | None:
+        """The plan on a logical mesh with the choice that keeps most with which the quickest fits.
+
+        Of those with `joined` blocks, if it does with none of layers that are `apart`. Where it
+        does not with any, the one within the memory with the choice of the latter that keeps least,
+        if it `solves` that; else None.
+        """
+        own, kept = replace(self.options, remat="none"), [*apart]
+
+        def key(number: int) -> object:
+            return id(steps), mesh, kept[number]
+
+        def search(number: int) -> MeshSearch:
+            if key(number) not in self._searches:
+                split = steps.made(kept[number])
+                graph = replace(self.place.graph, step=split.step)
+                there = self.place._replace(graph=graph)
+                found = MeshSearch.of(split, mesh, own, self.part, None, there)
+                self._searches[key(number)] = found
+            return self._searches[key(number)]
+
+        def free(number: int) -> PlannedStage:
+            if key(number) not in self._found:
+                self._found[key(number)] = search(number).free()
+            return self._found[key(number)]
+
+        def first_that_fits(numbers: Sequence[int]) -> PlannedStage | None:
+            place = bisect_left(numbers, True, key=lambda number: free(number).fits)
+            return free(numbers[place]) if place < len(numbers) else None
+
+        if (found := first_that_fits(range(len(apart)))) is not None:
+            return found
+        kept += joined()
+        if (found := first_that_fits(range(len(apart), len(kept)))) is not None:
+            return found
+        least = len(apart) - 1
+        return fitting_plan(search(least), free(least)) if solves and least >= 0 else None
+
+
+def _order(planned: PlannedStage) -> tuple[bool, float]:
+    """The better plan comes first: what fits by its time, the rest by its memory."""
+    return not planned.fits, planned.step_seconds if planned.fits else planned.peak.bytes
 
 
 def _joined(
@@ -99,47 +191,6 @@ def _joined(
     if planned.fits and free.step_seconds + longer >= planned.step_seconds:
         return []
     return [steps.joined[first + more] for more in _evenly(len(numbers) - first)]
-
-
-def _on_mesh(
-    steps: RecomputedSteps,
-    apart: Sequence[KeptChoice],
-    joined: Callable[[], Sequence[KeptChoice]],
-    mesh: tuple[int, ...],
-    place: PlaceInPipeline,
-    options: Options,
-    part: Cluster,
-    keeping: bool,
-) -> PlannedStage | None:
-    """The plan on a logical mesh with the choice that keeps most with which the quickest fits.
-
-    Of those with `joined` blocks, if it does with none of layers that are `apart`. Where it does
-    not with any, the one within the memory with the choice of the latter that keeps least; None if
-    there is none, or a plan that is `keeping` everything fits: it is the better one then.
-    """
-    own, kept = replace(options, remat="none"), [*apart]
-
-    @cache
-    def search(number: int) -> MeshSearch:
-        split = steps.made(kept[number])
-        graph = replace(place.graph, step=split.step)
-        return MeshSearch.of(split, mesh, own, part, None, place._replace(graph=graph))
-
-    @cache
-    def free(number: int) -> PlannedStage:
-        return search(number).free()
-
-    def first_that_fits(numbers: Sequence[int]) -> PlannedStage | None:
-        place = bisect_left(numbers, True, key=lambda number: free(number).fits)
-        return free(numbers[place]) if place < len(numbers) else None
-
-    if (found := first_that_fits(range(len(apart)))) is not None:
-        return found
-    kept += joined()
-    if (found := first_that_fits(range(len(apart), len(kept)))) is not None:
-        return found
-    least = len(apart) - 1
-    return None if keeping or least < 0 else search(least).within(free(least))
 
 
 def _evenly(count: int) -> Sequence[int]:

@@ -48,7 +48,6 @@ HURRIED_GAP = 2e-3  # what is enough where many problems are solved to choose am
 HURRIED_WORK = 0.3  # or so much deterministic work
 PRICE_STEP, PRICE_POWERS = 4.0, 4  # prices of a byte, around what makes memory cost a step's time
 ENOUGH_OF_LARGE = 1.02  # times what a large stage takes with any memory: nothing else is looked at
-ENOUGH_AT_PRICES = 0.25  # a plan at a price is taken that lacks at most this part of its cost
 FAR_TOO_MUCH = 1.1  # times the limit, as rows count bytes
 FILLINGS = 4  # how often memory is filled up at one price, each time by what the last one needs
 MANY_NODES = 2000  # of an unrolled program
@@ -218,48 +217,6 @@ class MeshSearch:
         if self.options.remat in ("none", "full"):
             return (self.options.remat == "full",)
         return (False,) if self.place.at_once else (False, True)
-
-    def within(
-        self, first: PlannedStage, expected: float = 0.0, *, is_only: bool = True
-    ) -> PlannedStage:
-        """The cheapest plan that fits, where the cheapest of all does not; or the smallest.
-
-        Of a large stage, one is enough that takes hardly more than what is `expected`, or than with
-        any memory. What fits at no price of memory is nothing, if it must fit, or is not the only
-        mesh that is left to try.
-        """
-        ways = list[PlannedStage]()
-        if self.place is not None and self.hurries:
-            ways = [self.at_least_price(first)]
-            enough = ENOUGH_OF_LARGE * max(first.least_seconds, expected)
-            if ways[0].fits and ways[0].step_seconds <= enough:
-                return replace(ways[0], unlimited=first)
-            first = self.checked(first)
-        made = [first, *(self.rematerialized(first) for _ in self.remats[1:])]
-        small = [] if self.hurries else self.small(made[-1])
-        if small and min(x.peak.bytes for x in small) > HOPELESS * self.limit:
-            best = min([*made, *small, *self.least(self.remats[-1])], key=lambda x: x.peak.bytes)
-            return best if best is first else replace(best, unlimited=first)
-        if ways:
-            ways += [*made, *(self.at_least_price(x) for x in made[1:] if not x.fits)]
-            fitting = [x for x in ways if x.fits]
-            if not fitting and self.place is not None and (self.place.must_fit or not is_only):
-                return replace(min(ways, key=lambda x: x.peak.bytes), unlimited=first)
-            best = min(fitting, key=lambda x: x.step_seconds, default=first)
-            if fitting and best.step_seconds * (1 - ENOUGH_AT_PRICES) <= first.least_seconds:
-                return replace(best, unlimited=first)
-            made += fitting
-        made += [self.tightened(first)]
-        if not any(x.fits for x in made) and len(self.remats) > 1:
-            made.append(self.tightened(made[1]))
-        if any(x.fits for x in made):
-            # What was chosen for its bytes may be quicker than what the rows' account takes to fit.
-            best = min((x for x in (*made, *small) if x.fits), key=lambda x: x.step_seconds)
-        else:
-            small = small or self.small(made[len(self.remats) - 1])
-            made += [*small, *self.least(self.remats[-1])]
-            best = min(made, key=lambda x: x.peak.bytes)
-        return best if best is first else replace(best, unlimited=first)
 
     def rematerialized(self, planned: PlannedStage) -> PlannedStage:
         """The same program whose backward pass computes the forward pass again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,15 +44,21 @@ class Search:
     def free(self) -> Planned:
         return Planned(self.mesh, self.free_seconds, self.free_seconds, fits=False)
 
-    def within(self, first: Planned, expected: float, *, is_only: bool = True) -> Planned:
-        self.calls.append(("full" if is_only else "priced", self.mesh))
-        seconds = min(self.priced, self.full if is_only else math.inf)
-        found = seconds if seconds < math.inf else self.free_seconds
-        return Planned(self.mesh, found, self.free_seconds, seconds < math.inf)
+
+def within(
+    search: Search, first: Planned, expected: float, *, is_only: bool = True, **_: Any
+) -> Planned:
+    """What fits at a price, or, if the mesh is the only one, at length."""
+    search.calls.append(("full" if is_only else "priced", search.mesh))
+    seconds = min(search.priced, search.full if is_only else math.inf)
+    found = seconds if seconds < math.inf else search.free_seconds
+    return Planned(search.mesh, found, search.free_seconds, seconds < math.inf)
 
 
 def planned(
-    monkeypatch: pytest.MonkeyPatch, seconds: dict[Mesh, tuple[float, float, float]]
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: dict[Mesh, tuple[float, float, float]],
+    unexpected: Sequence[Mesh] = (),
 ) -> tuple[float, list[tuple[str, Mesh]]]:
     """The best that fits, and what was searched, where free, priced and full plans take so long."""
     calls: list[tuple[str, Mesh]] = []
@@ -62,9 +69,10 @@ def planned(
             return Search(mesh, *seconds[mesh], calls)
 
     monkeypatch.setattr(mesh_choice, "MeshSearch", Searches)
+    monkeypatch.setattr(mesh_choice, "fitting_plan", within)
     nothing: Any = None
     place: Any = Place()
-    expected = {mesh: free for mesh, (free, _, _) in seconds.items()}
+    expected = {mesh: free for mesh, (free, _, _) in seconds.items() if mesh not in unexpected}
     found = mesh_choice.plan_on_any(nothing, [*seconds], nothing, nothing, place, expected)
     return min((x.step_seconds for x in found if x.fits), default=math.inf), calls
 
@@ -91,3 +99,30 @@ def test_where_nothing_fits_every_mesh_is_searched_once(monkeypatch: pytest.Monk
     assert best == math.inf
     assert sorted(mesh for kind, mesh in calls if kind == "full") == sorted(meshes)
     assert [mesh for kind, mesh in calls if kind == "priced"] == [(8,), (4, 2)]
+
+
+def test_meshes_that_are_known_to_be_slower_come_after_those_that_are_expected_to_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meshes = {(8,): (3.0, 3.0, 3.0), (2, 4): (2.0, 2.0, 2.0), (4, 2): (1.0, 1.3, 1.3)}
+    best, calls = planned(monkeypatch, meshes, [(8,), (2, 4)])
+    assert best == 1.3
+    assert calls == [("priced", (4, 2))]
+
+
+def test_and_before_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = math.inf
+    meshes = {(8,): (3.0, none, none), (2, 4): (2.0, none, 2.5), (4, 2): (none, none, none)}
+    best, calls = planned(monkeypatch, meshes, [(2, 4)])
+    assert best == 2.5
+    assert calls == [("priced", (8,)), ("full", (2, 4))]
+
+
+def test_a_mesh_that_takes_longer_with_any_memory_is_not_planned_within_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # It was expected to be as quick.
+    meshes = {(8,): (1.0, 1.1, 1.1), (4, 2): (1.5, 1.6, 1.6)}
+    best, calls = planned(monkeypatch, meshes)
+    assert best == 1.1
+    assert calls == [("priced", (8,))]
