@@ -18,6 +18,7 @@ from autopar.base.options import Options
 from autopar.base.progress import Progress
 from autopar.passes.planner import (
     candidates,
+    fitting_plan,
     layout_search,
     mesh_choice,
     meshes_in_turn,
@@ -362,7 +363,7 @@ def test_a_large_stage_that_costs_hardly_more_is_looked_at_no_longer(
 
     monkeypatch.setattr(stage_shardings.MeshSearch, "rematerialized", counted)
     monkeypatch.setattr(stage_shardings, "LARGE_PROBLEM", 0)
-    monkeypatch.setattr(stage_shardings, "ENOUGH_OF_LARGE", enough)
+    monkeypatch.setattr(fitting_plan, "ENOUGH_OF_LARGE", enough)
     found = autopar.plan(perceptron, state, x, **options, memory_limit=limit)
     assert max(stage.peak_bytes_per_device for stage in found.stages) <= limit
     assert bool(again) == looks_on
