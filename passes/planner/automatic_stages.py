@@ -13,7 +13,6 @@ from autopar.base.errors import BatchArgumentError, InexactMicrobatchError
 from autopar.passes.graph.graph import batch_sizes
 from autopar.passes.planner.candidates import (
     Keep,
-    MisfitError,
     PlannedStep,
     Report,
     plan_layout,
@@ -32,6 +31,7 @@ from autopar.passes.planner.stages_within import (
     pipelines_within,
     seconds_of_best,
 )
+from autopar.passes.planner.useless_stages import MisfitError
 
 NEARLY = 1.05  # times the limit, what stages need that may fit if they are planned to the end
 # Times what stages take with any memory: those that are promised to take more may be quicker by
@@ -137,9 +137,9 @@ class AutomaticStages:
         """What plans stages of a split step, and notes what those need that do not fit."""
         more = self.search.options, self.search.cluster, self.search.report, self.search.keep
 
-        def plan(layout: StageLayout, *, must_fit: bool) -> list[PlannedStep]:
+        def plan(layout: StageLayout, *, must_fit: bool, longest: float) -> list[PlannedStep]:
             try:
-                return plan_layout(split, layout, *more, must_fit=must_fit)
+                return plan_layout(split, layout, *more, must_fit=must_fit, longest=longest)
             except MisfitError as misfit:
                 missed.append(misfit.peak_bytes)
                 raise
@@ -166,7 +166,8 @@ class AutomaticStages:
             assert first.first is not None
             missed = list[int]()
             asked = first.search, first.first, self.limit, self._planner(first.split, missed)
-            planned = pipelines_within(*asked, must_fit=must_fit)
+            longest = min(self.search.best_seconds, seconds_of_best(made))
+            planned = pipelines_within(*asked, must_fit=must_fit, longest=longest)
             made.extend(planned)
             if must_fit and missed and min(missed) <= NEARLY * self.limit:
                 nearly.append((min(missed), first))

@@ -19,6 +19,7 @@ from typing import Any
 
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
+from autopar.base.units import format_seconds
 from autopar.passes.pieces.cutting import cut, uncut
 from autopar.passes.pieces.piece_costs import inner_bytes
 from autopar.passes.pieces.pieces import Pieces, Runnable
@@ -46,6 +47,7 @@ from autopar.passes.planner.search_so_far import NOTHING_SO_FAR, SearchSoFar
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_labels import label_batch
 from autopar.passes.planner.stage_shardings import LARGE_PROBLEM, memory_limit_of
+from autopar.passes.planner.useless_stages import MisfitError, SlowStageError
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
 from autopar.passes.sharding.spmd_program import SpmdProgram, host_bytes
@@ -60,18 +62,6 @@ OFTEN_PLANNED = 2  # stages that are alike, by another schedule that may have le
 SMALL_BUBBLE = 0.05
 SMALL_PROBLEM = 150  # nodes of a stage; larger ones take seconds to solve within the memory
 NEARLY_FULL = 0.95  # of the memory
-
-
-class MisfitError(Exception):
-    """A stage does not fit, and other ways are not worth looking for.
-
-    Args:
-      peak_bytes: what a device of it would hold.
-    """
-
-    def __init__(self, peak_bytes: int) -> None:
-        super().__init__(peak_bytes)
-        self.peak_bytes = peak_bytes
 
 
 @dataclass(frozen=True)
@@ -154,6 +144,7 @@ def plan_layout(
     others: SearchSoFar = NOTHING_SO_FAR,
     *,
     must_fit: bool = False,
+    longest: float = math.inf,
 ) -> list[PlannedStep]:
     """Plans with these stages: one for every logical mesh of one stage, else for every schedule.
 
@@ -166,9 +157,11 @@ def plan_layout(
       keep: takes candidates as they are found.
       others: what is known from elsewhere, for one stage.
       must_fit: each of several stages, or nothing is planned further.
+      longest: seconds of a step that each of several stages may take, or nothing is either.
 
     Raises:
       MisfitError: a stage that must fit does not.
+      SlowStageError: a stage takes longer.
       OptionError: the program has fewer layers than stages, or the devices do not divide.
       ScheduleError: the schedule does not exist or needs more microbatches.
     """
@@ -176,7 +169,8 @@ def plan_layout(
         return _plan_one(split, options, cluster, report, keep, others)
     names = _schedules(options)
     asked = split, layout.schedule or names[0], layout, options, cluster, report
-    made = [_plan_stages(*asked, must_fit=must_fit and chunks_of(options) == 1)]
+    must_fit = must_fit and chunks_of(options) == 1
+    made = [_plan_stages(*asked, must_fit=must_fit, longest=longest)]
     if chunks_of(options) > 1 and not made[0].fits:
         report("sharing out the memory of each mesh among its stages")
         limits = _shared_out(made[0])
@@ -250,6 +244,7 @@ def _plan_stages(
     as_in: PlannedStep | None = None,
     must_fit: bool = False,
     at_most: float = math.inf,
+    longest: float = math.inf,
 ) -> PlannedStep:
     """The stages of a layout by a schedule.
 
@@ -265,8 +260,10 @@ def _plan_stages(
         logical meshes.
       must_fit: each of the stages.
       at_most: how many stages may be planned though others are alike, which need less memory.
+      longest: seconds of a step that each may take.
 
     Raises:
+      SlowStageError: a stage takes longer.
       MisfitError: a stage that must fit does not, or one planned `as_in` another schedule; or more
         stages do not fit as others do that are alike.
     """
@@ -298,6 +295,9 @@ def _plan_stages(
         found = plan_stage(*asked(number), expected, bool(layout.casts) and layout.casts[number])
         if must_fit and not found.fits:
             raise MisfitError(found.peak.bytes)
+        if found.step_seconds > longest:
+            report(f"stage {number + 1} alone takes {format_seconds(found.step_seconds)}: too slow")
+            raise SlowStageError
         return found
 
     # The last stage has no equal, and the vocabulary: it tells soonest that stages need too much.

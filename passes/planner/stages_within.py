@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from autopar.passes.planner.auto_stages import StageSearch
-from autopar.passes.planner.candidates import MisfitError, PlannedStep, quickest
+from autopar.passes.planner.candidates import PlannedStep, quickest
 from autopar.passes.planner.layouts import StageLayout
+from autopar.passes.planner.useless_stages import MisfitError, SlowStageError
 
 STAGES_TRIED = 4  # how often the search for stages is given less memory, when they do not fit
 WORTH_PLANNING = 1.02  # times what a pipeline may take: with less, it is not planned
@@ -18,9 +19,14 @@ WORTH_TRYING = 1.2  # times what the search promises: with less, stages are not 
 
 
 class PlanStages(Protocol):
-    """Plans stages; a `MisfitError` if one does not fit that `must`."""
+    """Plans stages; a `MisfitError` if one does not fit that `must`.
 
-    def __call__(self, layout: StageLayout, *, must_fit: bool) -> list[PlannedStep]: ...
+    And a `SlowStageError` if one takes longer than the `longest` seconds.
+    """
+
+    def __call__(
+        self, layout: StageLayout, *, must_fit: bool, longest: float
+    ) -> list[PlannedStep]: ...
 
 
 class StagesPlanner(NamedTuple):
@@ -29,10 +35,15 @@ class StagesPlanner(NamedTuple):
     plan: PlanStages
     is_long: bool
 
-    def planned(self, layout: StageLayout, *, must_fit: bool = False) -> list[PlannedStep]:
-        """Pipelines with these stages; a `MisfitError` as soon as one does not fit that `must`."""
+    def planned(
+        self, layout: StageLayout, *, must_fit: bool = False, longest: float = math.inf
+    ) -> list[PlannedStep]:
+        """Pipelines with these stages; a `MisfitError` as soon as one does not fit that `must`.
+
+        Or a `SlowStageError` as soon as one takes longer than the `longest` seconds of a step.
+        """
         layout = layout if self.is_long else replace(layout, expected=())
-        return self.plan(layout, must_fit=must_fit)
+        return self.plan(layout, must_fit=must_fit, longest=longest)
 
 
 def pipelines_within(
@@ -42,6 +53,7 @@ def pipelines_within(
     planner: StagesPlanner,
     *,
     must_fit: bool = False,
+    longest: float = math.inf,
 ) -> list[PlannedStep]:
     """Pipelines of the stages that are found, the `first` ones and with less and less memory.
 
@@ -54,6 +66,7 @@ def pipelines_within(
       limit: bytes that a device may hold.
       planner: of the split step.
       must_fit: what does not fit soon is nothing: something else does, or it is known what lacks.
+      longest: seconds of a step elsewhere; stages of which one takes longer are not planned on.
     """
     made: list[PlannedStep] = []
     target = limit
@@ -63,7 +76,10 @@ def pipelines_within(
             break
         must_fit = must_fit or any(candidate.fits for candidate in made)
         try:
-            planned = planner.planned(found[0], must_fit=must_fit)
+            slow = min(longest, seconds_of_best(made))
+            planned = planner.planned(found[0], must_fit=must_fit, longest=slow)
+        except SlowStageError:
+            break
         except MisfitError as misfit:
             most = misfit.peak_bytes
         else:
@@ -72,7 +88,8 @@ def pipelines_within(
                 break
             most = max(max(candidate.peak_bytes) for candidate in planned)
         target -= max(most - limit, limit // 50)
-    return made + _on_equal_devices(stages, first, limit, planner, seconds_of_best(made))
+    best = seconds_of_best(made)
+    return made + _on_equal_devices(stages, first, limit, planner, best, min(best, longest))
 
 
 def _on_equal_devices(
@@ -81,6 +98,7 @@ def _on_equal_devices(
     limit: int,
     planner: StagesPlanner,
     best: float,
+    longest: float,
 ) -> list[PlannedStep]:
     """Pipelines on submeshes of one size, where memory made the `first` stages slower.
 
@@ -93,8 +111,8 @@ def _on_equal_devices(
     for layout, seconds in stages.of_equal_devices(limit, best):
         known = min(best, seconds_of_best(more))
         if seconds * WORTH_PLANNING < known and layout.devices != first[0].devices:
-            with contextlib.suppress(MisfitError):
-                more += planner.planned(layout, must_fit=True)
+            with contextlib.suppress(MisfitError, SlowStageError):
+                more += planner.planned(layout, must_fit=True, longest=min(longest, known))
     return more
 
 

@@ -1,0 +1,99 @@
+"""Stages of which one alone takes longer than a step elsewhere are not planned to their end."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.base.options import Options
+from autopar.passes.planner.candidates import PlannedStep, plan_layout
+from autopar.passes.planner.layout_search import LayoutSearch
+from autopar.passes.planner.layouts import StageLayout
+from autopar.passes.planner.stages_within import StagesPlanner, pipelines_within
+from autopar.passes.planner.useless_stages import MisfitError, SlowStageError
+from autopar.passes.trace.trace import trace
+
+CLUSTER = autopar.Cluster.preset("dgx-h100", nodes=2)
+
+
+def train_step(weights: Any, x: Any) -> Any:
+    def loss_of(weights: Any) -> jax.Array:
+        h = x
+        for w in weights:
+            h = jnp.tanh(h @ w)
+        return jnp.mean(h**2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+
+@pytest.fixture(scope="module")
+def asked() -> Any:
+    """A step in four microbatches, to be cut into two stages."""
+    shape = jax.ShapeDtypeStruct
+    traced = trace(
+        train_step, ([shape((256, 256), jnp.float32)] * 4, shape((64, 256), jnp.float32))
+    )
+    options = Options.from_kwargs(stages=2, microbatches=4, schedule="1f1b")
+    search = LayoutSearch.of(traced.graph, options, CLUSTER, lambda message: None)
+    return search.split(4, is_pipeline=True), StageLayout(2, (8, 8)), options, CLUSTER
+
+
+def test_a_stage_that_takes_longer_ends_the_planning(asked: Any) -> None:
+    said: list[str] = []
+    split, layout, options, cluster = asked
+
+    def planned(longest: float = math.inf) -> PlannedStep:
+        made = plan_layout(split, layout, options, cluster, said.append, longest=longest)
+        return made[0]
+
+    slowest = max(stage.step_seconds for stage in planned().planned)
+    assert planned(slowest).step_seconds == planned().step_seconds
+    with pytest.raises(SlowStageError):
+        planned(0.9 * slowest)
+    assert said[-1].startswith("stage ")
+    assert said[-1].endswith("too slow")
+
+
+class Search:
+    """Finds stages within less and less memory."""
+
+    def __init__(self) -> None:
+        self.targets: list[int] = []
+
+    def within(self, target: int) -> tuple[StageLayout, float]:
+        self.targets.append(target)
+        return StageLayout((), (1, 1)), 1.0
+
+
+def tried(
+    error: Exception, longest: float = math.inf
+) -> tuple[list[PlannedStep], list[float], int]:
+    """What stages give of which one raises, with what they were asked for, and the searches."""
+    asked: list[float] = []
+    search: Any = Search()
+
+    def plan(layout: StageLayout, *, must_fit: bool, longest: float) -> list[PlannedStep]:
+        asked.append(longest)
+        raise error
+
+    first = StageLayout((), (1, 1)), 1.0
+    planner = StagesPlanner(plan, is_long=True)
+    made = pipelines_within(search, first, 1000, planner, must_fit=True, longest=longest)
+    return made, asked, len(search.targets)
+
+
+def test_stages_that_are_too_slow_are_not_looked_for_with_less_memory() -> None:
+    made, asked, searches = tried(SlowStageError(), 3.0)
+    assert (made, asked, searches) == ([], [3.0], 0)
+
+
+def test_as_those_are_that_do_not_fit() -> None:
+    made, asked, searches = tried(MisfitError(1100), 3.0)
+    assert made == []
+    assert len(asked) == searches + 1 > 1
