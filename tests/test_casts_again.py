@@ -23,9 +23,10 @@ from autopar.base.options import Options
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.casts_again import casts_again
 from autopar.passes.graph.graph import check, used_vars
+from autopar.passes.planner import candidates
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.mesh_choice import plan_stage
-from autopar.passes.planner.planned_stage import PlaceInPipeline
+from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage
 from autopar.passes.planner.stage_labels import label_batch
 from autopar.passes.schedules.flight import ONE_IN_FLIGHT
 from autopar.passes.slicing.slice_stages import slice_stages
@@ -204,6 +205,29 @@ def test_alike_stages_that_cast_and_compute_again() -> None:
     assert casts_of(tight)[1:3] == ["microbatch"] * 2
     assert [stage.remat for stage in tight.stages] == ["full"] * 4
     assert max(x.peak_bytes_per_device for x in tight.stages) <= max(peaks) - COPIES // 4
+
+
+@pytest.mark.usefixtures("no_remedies")
+def test_large_stages_are_expected_to_cast_as_the_one_before_had_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = planned(None)
+    limit = free.estimates.peak_bytes_per_device - COPIES // 2
+    tight = planned(limit)
+    expected: list[bool] = []
+
+    def noting(*asked: Any) -> PlannedStage:
+        expected.append(asked[-1])
+        return plan_stage(*asked)
+
+    monkeypatch.setattr(candidates, "plan_stage", noting)
+    assert planned(limit) == tight
+    assert not any(expected)
+    expected.clear()
+    monkeypatch.setattr(candidates, "LARGE_PROBLEM", 0)
+    found = planned(limit)
+    assert casts_of(found) == casts_of(tight) == ["microbatch", "once"]
+    assert expected == [False, True]
 
 
 def test_what_is_gathered_is_narrow() -> None:

@@ -292,7 +292,10 @@ def _plan_stages(
     def plan_as_expected(number: int) -> PlannedStage:
         report(f"planning stage {number + 1} of {len(stages.graphs)}")
         expected = layout.expected[number] if layout.expected else {}
-        found = plan_stage(*asked(number), expected, bool(layout.casts) and layout.casts[number])
+        # A large stage casts as the one before it, which has more in flight, had to.
+        like = planned[-1] if planned and len(planned[-1].built.nodes) > LARGE_PROBLEM else None
+        casts = layout.casts[number] if layout.casts else like is not None and like.casts_again
+        found = plan_stage(*asked(number), expected, casts)
         if must_fit and not found.fits:
             raise MisfitError(found.peak.bytes)
         if found.step_seconds > longest:

@@ -60,6 +60,11 @@ class PlannedStage:
         return (self.unlimited or self).solution.lower_bound / PICOSECONDS
 
     @property
+    def casts_again(self) -> bool:
+        """Whether parameters are cast in every microbatch."""
+        return self.split.casts == "microbatch"
+
+    @property
     def bytes_at_least(self) -> int:
         """Of a device, if weights that are gathered for both passes are gathered for each."""
         return self.peak.bytes - gathered_for_both(self.program)
