@@ -226,7 +226,8 @@ def test_large_stages_are_expected_to_cast_as_the_one_before_had_to(
     expected.clear()
     monkeypatch.setattr(candidates, "LARGE_PROBLEM", 0)
     found = planned(limit)
-    assert casts_of(found) == casts_of(tight) == ["microbatch", "once"]
+    assert found.stages == tight.stages
+    assert casts_of(found)[0] == "microbatch"
     assert expected == [False, True]
 
 
