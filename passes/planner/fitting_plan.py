@@ -13,8 +13,8 @@ from autopar.passes.solver import TooDear
 
 ENOUGH_AT_PRICES = 0.25  # a plan at a price is taken that lacks at most this part of its cost
 
-ComputesAgain = Callable[[PlannedStage], PlannedStage | None]
-"""Of a plan that does not fit, one that does by computing some of its values again, if any."""
+ComputesAgain = Callable[[PlannedStage, PlannedStage], PlannedStage | None]
+"""Of a plan that does not fit, and what else there is: what fits by computing some values again."""
 
 
 def fitting_plan(
@@ -33,6 +33,7 @@ def fitting_plan(
     not the only mesh that is left to try.
     """
     ways, is_staged = list[PlannedStage](), search.place is not None and search.hurries
+    again: PlannedStage | None = None
     if is_staged:
         ways = [search.at_least_price(first)]
         enough = ENOUGH_OF_LARGE * max(first.least_seconds, expected)
@@ -40,11 +41,10 @@ def fitting_plan(
             return replace(ways[0], unlimited=first)
         first = search.checked(first)
         if computes_again is not None and not first.fits:
-            again = computes_again(first)
-            if again is not None and again.fits:
-                if again.step_seconds <= enough:
-                    return again
-                ways.append(again)
+            found = computes_again(first, ways[0])
+            again = found if found is not None and found.fits else None
+            if again is not None and again.step_seconds <= enough:
+                return again
     made = [first, *(search.rematerialized(first) for _ in search.remats[1:])]
     small = [] if search.hurries else search.small(made[-1])
     if small and min(x.peak.bytes for x in small) > HOPELESS * search.limit:
@@ -52,17 +52,21 @@ def fitting_plan(
         return best if best is first else replace(best, unlimited=first)
     if is_staged:
         ways += made
+        some = [again] if again is not None else []
         for all_again in made[1:]:
-            if not all_again.fits and ENOUGH_OF_LARGE * all_again.step_seconds < _seconds(ways):
+            most = _seconds([*ways, *some])
+            if not all_again.fits and ENOUGH_OF_LARGE * all_again.step_seconds < most:
                 ways.append(search.at_least_price(all_again))
-        fitting = [x for x in ways if x.fits]
+        priced = _seconds(ways)
         assert search.place is not None
-        if not fitting and (search.place.must_fit or not is_only):
+        if math.isinf(priced) and search.place.must_fit and again is not None:
+            return again
+        if math.isinf(priced) and (search.place.must_fit or (not is_only and again is None)):
             return replace(min(ways, key=lambda x: x.peak.bytes), unlimited=first)
-        best = min(fitting, key=lambda x: x.step_seconds, default=first)
-        if fitting and best.step_seconds * (1 - ENOUGH_AT_PRICES) <= first.least_seconds:
+        made += [x for x in (*ways, *some) if x.fits]
+        if priced * (1 - ENOUGH_AT_PRICES) <= first.least_seconds:
+            best = min((x for x in made if x.fits), key=lambda x: x.step_seconds)
             return replace(best, unlimited=first)
-        made += fitting
     with contextlib.suppress(TooDear):  # else something fits that is as quick
         made.append(search.tightened(first, at_most=_seconds(made)))
     if not any(x.fits for x in made) and len(search.remats) > 1:

@@ -14,7 +14,7 @@ from autopar.passes.graph.casts_again import CastsAgain, casts_again
 from autopar.passes.planner.fitting_plan import ComputesAgain, fitting_plan
 from autopar.passes.planner.layouts import ExpectedSeconds, logical_meshes
 from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage
-from autopar.passes.planner.recomputing_stages import RecomputingStage
+from autopar.passes.planner.recomputing_stages import RecomputingStage, beside_free
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import (
     ENOUGH_OF_LARGE,
@@ -26,6 +26,10 @@ from autopar.passes.primitives.populate import populate
 from autopar.passes.sharding.pins import pins_of
 from autopar.passes.sharding.strategy_graph import StrategyGraph
 from autopar.passes.slicing.stage_graphs import StageGraph
+
+# Times what a stage takes with any memory: where it takes more, so do shapes that are not expected
+# to be as quick.
+SLOWED = 1.1
 
 
 def plan_mesh(
@@ -67,8 +71,9 @@ def plan_on_any(
     mesh is not planned within the limit; nor is one of a large stage that costs hardly less. Where
     it is known what a stage is `expected` to take, meshes are planned in that order, and not where
     it is hardly less than with what fits; the others, which are known to be slower with any memory,
-    only where none of these fits. One that fits neither at a price of memory nor as it
-    `computes_again` what it can is looked at further when the others are known.
+    only where none of these fits, or memory makes it much slower (`SLOWED`). One that fits neither
+    at a price of memory nor as it `computes_again` what it can is looked at further when the others
+    are known.
     """
     if expected:
         return _plan_in_order(split, meshes, options, cluster, place, expected, computes_again)
@@ -128,7 +133,10 @@ def _plan_keeping(
         if not other.fits and place.must_fit:
             return other
         if other.fits and not (free := plan_free(place, options, part, other.mesh)).fits:
-            return replace(other, unlimited=free)
+            # What fits by computing again may do so with casts once a step, too.
+            once = recomputing.instead_of(free, other) if other.split.recomputation else None
+            is_quicker = once is not None and once.step_seconds < other.step_seconds
+            return once if once is not None and is_quicker else beside_free(other, free)
     kept = _plan_casting(place, *more, "once")
     if kept.fits and (kept.unlimited is None or _is_enough(kept, expected)):
         return kept
@@ -139,9 +147,9 @@ def _plan_keeping(
         other = _plan_casting(_casting(place, again), *more, "microbatch")
     free = kept.unlimited or kept
     if kept.fits and other.fits:
-        return replace(other, unlimited=free) if other.step_seconds < kept.step_seconds else kept
+        return beside_free(other, free) if other.step_seconds < kept.step_seconds else kept
     smaller = other.peak.bytes < kept.peak.bytes
-    return replace(other, unlimited=free) if other.fits or (not kept.fits and smaller) else kept
+    return beside_free(other, free) if other.fits or (not kept.fits and smaller) else kept
 
 
 def _is_enough(planned: PlannedStage, expected: ExpectedSeconds) -> bool:
@@ -195,7 +203,7 @@ def _plan_casting(
         return planned.step_seconds, len(planned.mesh)
 
     best, free = min(fitting, key=key), min((c.unlimited or c for c in candidates), key=key)
-    return replace(best, unlimited=None if free is best else free)
+    return replace(best, unlimited=None) if free is best else beside_free(best, free)
 
 
 def stage_options(stage: StageGraph, options: Options) -> Options:
@@ -217,18 +225,24 @@ def _plan_in_order(
         return (0 if mesh in expected else 1, seconds) if seconds < math.inf else (2, 0.0)
 
     found, left = list[PlannedStage](), list[tuple[float, int, Callable[[], PlannedStage]]]()
-    order, slower = sorted(meshes, key=rank), min(expected.values())
+    order = sorted(meshes, key=rank)
     for number, mesh in enumerate(order, start=1):
         fitting = [x for x in found if x.fits]
         best = min((x.step_seconds for x in fitting), default=math.inf)
         known = (x for x in fitting if 0 < expected.get(x.mesh, 0.0) < math.inf)
         wrong = min((x.step_seconds / expected[x.mesh] for x in known), default=0.0)
-        if not wrong or ENOUGH_OF_LARGE * wrong * expected.get(mesh, slower) <= best:
+        unlimited = min((x.least_seconds for x in fitting), default=0.0)
+        if mesh in expected:
+            may_be_quicker = ENOUGH_OF_LARGE * wrong * expected[mesh] <= best
+        else:
+            may_be_quicker = SLOWED * unlimited < best
+        if not wrong or may_be_quicker:
             least = expected.get(mesh, 0.0) if expected.get(mesh) != math.inf else 0.0
             others = any(expected.get(x, 0.0) < math.inf for x in order[number:])
             search = MeshSearch.of(split, mesh, options, cluster, None, place)
             free = search.free()
-            if free.fits or ENOUGH_OF_LARGE * free.least_seconds > best:
+            enough = ENOUGH_OF_LARGE if search.is_large else 1.0
+            if free.fits or enough * free.least_seconds > best:
                 found.append(free)
                 continue
             within = partial(fitting_plan, search, free, least, computes_again=computes_again)

@@ -26,7 +26,6 @@ from autopar.passes.solver import TooDear
 
 NEARLY = 1.05  # times the limit, what may need less where it is chosen to fit
 ALIKE = 1.005  # times what the quickest mesh is expected to take: as quick, for all that is known
-HARDLY_LESS = 0.95  # of what layers need on a mesh: with less, others may be quicker within memory
 MESHES_TRIED = 2  # of those that do not fit, before more microbatches are
 
 
@@ -49,11 +48,10 @@ def plan_meshes(
     fit with these, or one on which layers need no more, the others are not planned within the limit
     either. Nor are they planned at all where two need far too much, also chosen for their bytes; or
     one needs too much, where nothing was expected to fit and `others.only` are tried; or, where
-    more microbatches can be tried, on two, or on one if layers are not known to need less on
-    others, what fits takes longer than what does elsewhere. Nor is a mesh planned within the limit,
-    where more can be tried, that plans chosen for their bytes miss by more than little. To plan
-    within the limit ends where the solver proves that a mesh takes longer than what fits. Where
-    nothing fits the smallest plan of all is looked for.
+    more microbatches can be tried, on two what needs more than there is takes longer than what
+    fits. Nor is a mesh planned within the limit, where more can be tried, that plans chosen for
+    their bytes miss by more than little. To plan within the limit ends where the solver proves that
+    a mesh takes longer than what fits. Where nothing fits the smallest plan of all is looked for.
 
     Args:
       split: the whole step.
@@ -173,9 +171,6 @@ class _MeshesInTurn:
             self.too_dear += may_wait
             if self.too_dear == MESHES_TRIED:
                 self.left.clear()
-            elif may_wait and self.meshes[i] in others.need:
-                most = HARDLY_LESS * others.need[self.meshes[i]]
-                self.left = [j for j in self.left if others.need.get(self.meshes[j], most) < most]
             return
         if tries and not near.fits:
             hurries = not self.small(i, 1)[0].fits  # then nothing fits, or hardly

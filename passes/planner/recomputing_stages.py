@@ -36,6 +36,13 @@ def noted(planned: PlannedStage, free: PlannedStage) -> PlannedStage:
     return replace(planned, split=split, unlimited=free)
 
 
+def beside_free(planned: PlannedStage, free: PlannedStage) -> PlannedStage:
+    """A plan within the memory, beside the one with any."""
+    if planned.split.recomputation is not None:
+        return noted(planned, free)
+    return replace(planned, unlimited=free)
+
+
 @dataclass(frozen=True)
 class RecomputingStage:
     """Looks for plans of a stage that compute some of its values again.
@@ -52,6 +59,7 @@ class RecomputingStage:
     _found: dict[object, PlannedStage] = field(default_factory=dict, init=False)
     _searches: dict[object, MeshSearch] = field(default_factory=dict, init=False)
     _steps: dict[int, tuple[SplitStep, RecomputedSteps]] = field(default_factory=dict, init=False)
+    _last: list[object] = field(default_factory=list, init=False)
 
     @property
     def is_possible(self) -> bool:
@@ -59,12 +67,13 @@ class RecomputingStage:
         asked = self.options.remat in ("auto", "override")
         return asked and "B" in self.place.graph.tasks
 
-    def instead_of(self, free: PlannedStage) -> PlannedStage | None:
+    def instead_of(self, free: PlannedStage, other: PlannedStage) -> PlannedStage | None:
         """The plan that computes least again with which the quickest of all shardings fits.
 
         None if there is none on the mesh of `free`, the plan that keeps all and does not fit.
+        Blocks are joined only where that may be quicker than an `other` plan that fits.
         """
-        found = self._looked_for(free, free, [free.mesh], solves=False)
+        found = self._looked_for(free, replace(other, split=free.split), [free.mesh], solves=False)
         return None if found is None or not found.fits else noted(found, free)
 
     def beside(self, planned: PlannedStage) -> PlannedStage:
@@ -139,9 +148,13 @@ class RecomputingStage:
         if it `solves` that; else None.
         """
         own, kept = replace(self.options, remat="none"), [*apart]
+        if self._last[-1:] != [(id(steps), mesh)]:  # what is known of others takes memory
+            self._found.clear()
+            self._searches.clear()
+            self._last[:] = [(id(steps), mesh)]
 
         def key(number: int) -> object:
-            return id(steps), mesh, kept[number]
+            return kept[number]
 
         def search(number: int) -> MeshSearch:
             if key(number) not in self._searches:

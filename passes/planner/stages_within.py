@@ -69,7 +69,7 @@ def pipelines_within(
       longest: seconds of a step elsewhere; stages of which one takes longer are not planned on.
     """
     made: list[PlannedStep] = []
-    target = limit
+    target, is_slow = limit, False
     for tried in range(STAGES_TRIED):
         found = stages.within(target) if tried else first
         if found is None or found[1] * WORTH_TRYING > seconds_of_best(made):
@@ -79,6 +79,7 @@ def pipelines_within(
             slow = min(longest, seconds_of_best(made))
             planned = planner.planned(found[0], must_fit=must_fit, longest=slow)
         except SlowStageError:
+            is_slow = True
             break
         except MisfitError as misfit:
             most = misfit.peak_bytes
@@ -88,8 +89,8 @@ def pipelines_within(
                 break
             most = max(max(candidate.peak_bytes) for candidate in planned)
         target -= max(most - limit, limit // 50)
-    best = seconds_of_best(made)
-    return made + _on_equal_devices(stages, first, limit, planner, best, min(best, longest))
+    best = min(seconds_of_best(made), longest if is_slow else math.inf)
+    return made + _on_equal_devices(stages, first, limit, planner, best)
 
 
 def _on_equal_devices(
@@ -98,12 +99,11 @@ def _on_equal_devices(
     limit: int,
     planner: StagesPlanner,
     best: float,
-    longest: float,
 ) -> list[PlannedStep]:
     """Pipelines on submeshes of one size, where memory made the `first` stages slower.
 
     Then they take longer than the search promised; of a long program, others that promise less than
-    the `best` that was found are planned too.
+    the `best` that is known are planned too.
     """
     if not planner.is_long or not WORTH_PLANNING * first[1] < best < math.inf:
         return []
@@ -112,7 +112,7 @@ def _on_equal_devices(
         known = min(best, seconds_of_best(more))
         if seconds * WORTH_PLANNING < known and layout.devices != first[0].devices:
             with contextlib.suppress(MisfitError, SlowStageError):
-                more += planner.planned(layout, must_fit=True, longest=min(longest, known))
+                more += planner.planned(layout, must_fit=True, longest=known)
     return more
 
 

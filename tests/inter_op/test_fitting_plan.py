@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -78,17 +77,16 @@ FREE = plan("free", 1.0, 200)
 
 
 def found(
-    search: Search, again: Planned | None, expected: float = 0.0
+    search: Search, again: Planned | None, expected: float = 0.0, *, is_only: bool = True
 ) -> tuple[Planned, list[str]]:
     """What is found where `again` computes some values again, and what was tried."""
 
-    def computes_again(planned: Planned) -> Planned | None:
+    def computes_again(planned: Any, other: Any) -> Any:
         search.calls.append("some again")
         return again
 
     asked: Any = search, FREE, expected
-    some: Callable[[Any], Any] = computes_again
-    best: Any = fitting_plan(*asked, computes_again=some)
+    best: Any = fitting_plan(*asked, is_only=is_only, computes_again=computes_again)
     return best, search.calls
 
 
@@ -137,3 +135,36 @@ def test_all_is_computed_again_at_a_price_where_that_may_be_quicker() -> None:
 def test_what_does_not_fit_by_computing_again_is_not_taken() -> None:
     best, _ = found(search(priced=1.5), plan("some", 1.0, LIMIT + 1))
     assert best.kind != "some"
+
+
+def test_what_computes_some_again_for_long_is_beside_what_is_solved_within_the_memory() -> None:
+    best, calls = found(search(priced=1.6, tight=1.05), plan("some", 1.33))
+    assert best.kind == "tight"
+    assert calls[-1] == "within, 1.33 at most"
+
+
+def test_what_must_fit_does_so_at_a_price_or_by_computing_again() -> None:
+    def hurried() -> Search:
+        made = search()
+        made.priced = {kind: plan(kind, 1.5, 150) for kind in ("free", "all")}
+        assert made.place is not None
+        return replace(made, place=made.place._replace(must_fit=True))
+
+    best, calls = found(hurried(), plan("some", 1.9))
+    assert best.kind == "some"
+    best, calls = found(hurried(), None)
+    assert not best.fits
+    assert not any(call.startswith("within") for call in calls)
+
+
+def test_a_mesh_that_is_not_the_only_one_is_solved_within_the_memory_beside_what_fits() -> None:
+    def priced_in_vain() -> Search:
+        made = search(tight=1.4)
+        made.priced = {kind: plan(kind, 1.5, 150) for kind in ("free", "all")}
+        return made
+
+    best, _ = found(priced_in_vain(), plan("some", 1.9), is_only=False)
+    assert best.kind == "tight"
+    best, calls = found(priced_in_vain(), None, is_only=False)
+    assert not best.fits
+    assert not any(call.startswith("within") for call in calls)
