@@ -19,9 +19,11 @@ import autopar
 from autopar.base.plan_records import StagePlan
 from autopar.passes.graph.casts_again import casts_again
 from autopar.passes.graph.graph import check, variables
+from autopar.passes.planner import fitting_plan, stage_shardings
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.recomputed_steps import RecomputedSteps
 from autopar.passes.planner.split_step import SplitStep
+from autopar.passes.planner.stage_shardings import MeshSearch
 from autopar.passes.primitives.populate import populate
 from autopar.passes.slicing.slice_stages import slice_stages
 from autopar.passes.slicing.stage_graphs import StageGraph
@@ -106,6 +108,31 @@ def test_a_stage_computes_some_values_again_where_that_is_quicker(share: float) 
     assert all(stage.remat == "none" for stage in again(plan))
     assert plan.estimates.peak_bytes_per_device <= limit(share)
     assert plan.estimates.step_seconds < full.estimates.step_seconds
+
+
+def test_a_large_stage_does_so_before_it_is_solved_within_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[str] = []
+
+    def noting(name: str) -> None:
+        real = getattr(MeshSearch, name)
+
+        def noted(*asked: Any, **more: Any) -> Any:
+            tried.append(name)
+            return real(*asked, **more)
+
+        monkeypatch.setattr(MeshSearch, name, noted)
+
+    for name in ("at_least_price", "rematerialized", "tightened"):
+        noting(name)
+    monkeypatch.setattr(stage_shardings, "LARGE_PROBLEM", 0)
+    monkeypatch.setattr(fitting_plan, "ENOUGH_OF_LARGE", 1.5)
+    plan = planned_anew(memory_limit=limit(0.6))
+    assert set(tried) == {"at_least_price"}
+    assert again(plan)[0] is plan.stages[0]
+    assert plan.estimates.peak_bytes_per_device <= limit(0.6)
+    assert plan.estimates.step_seconds <= planned(memory_limit=limit(0.6)).estimates.step_seconds
 
 
 def test_less_memory_takes_no_less_time() -> None:
