@@ -56,10 +56,10 @@ class RecomputingStage:
     place: PlaceInPipeline
     options: Options
     part: Cluster
-    _found: dict[object, PlannedStage] = field(default_factory=dict, init=False)
-    _searches: dict[object, MeshSearch] = field(default_factory=dict, init=False)
     _steps: dict[int, tuple[SplitStep, RecomputedSteps]] = field(default_factory=dict, init=False)
-    _last: list[object] = field(default_factory=list, init=False)
+    _known: dict[object, dict[KeptChoice, tuple[MeshSearch, PlannedStage]]] = field(
+        default_factory=dict, init=False
+    )
 
     @property
     def is_possible(self) -> bool:
@@ -73,7 +73,7 @@ class RecomputingStage:
         None if there is none on the mesh of `free`, the plan that keeps all and does not fit.
         Blocks are joined only where that may be quicker than an `other` plan that fits.
         """
-        found = self._looked_for(free, replace(other, split=free.split), [free.mesh], solves=False)
+        found = self._looked_for(free.split, free, other, [free.mesh], solves=False)
         return None if found is None or not found.fits else noted(found, free)
 
     def beside(self, planned: PlannedStage) -> PlannedStage:
@@ -87,27 +87,28 @@ class RecomputingStage:
         free = planned.unlimited or planned
         keeping = planned.fits and not planned.remat
         meshes = [*dict.fromkeys((free.mesh, planned.mesh))]
-        found = self._looked_for(free, planned, meshes, solves=not keeping)
+        found = self._looked_for(planned.split, free, planned, meshes, solves=not keeping)
         is_better = found is not None and _order(found) < _order(planned)
         return noted(found, free) if found is not None and is_better else planned
 
     def _looked_for(
         self,
+        split: SplitStep,
         free: PlannedStage,
-        planned: PlannedStage,
+        other: PlannedStage,
         meshes: Sequence[tuple[int, ...]],
         *,
         solves: bool,
     ) -> PlannedStage | None:
-        """The best plan that computes the values of what is `planned` again; None without any.
+        """The best plan that computes some values of a step again; None without any.
 
-        On the first mesh on which one fits.
+        On the first mesh on which one fits. Blocks are joined as `_joined` says.
         """
         limit = memory_limit_of(self.options, self.part)
         missing = self.part.num_devices * (free.peak.bytes - limit)
         if missing <= 0:
             return None
-        steps = self._steps_of(planned.split)
+        steps = self._steps_of(split)
         needed = missing / max(self.place.in_flight.values(), default=1)
         apart: list[KeptChoice] = []  # what passes between layers is kept
         if steps.most_saved_bytes >= needed:
@@ -115,7 +116,7 @@ class RecomputingStage:
 
         @cache
         def joined() -> Sequence[KeptChoice]:
-            return _joined(steps, free, planned, needed)
+            return _joined(steps, free, other, needed)
 
         best: PlannedStage | None = None
         for mesh in meshes if apart or joined() else ():
@@ -148,31 +149,24 @@ class RecomputingStage:
         if it `solves` that; else None.
         """
         own, kept = replace(self.options, remat="none"), [*apart]
-        if self._last[-1:] != [(id(steps), mesh)]:  # what is known of others takes memory
-            self._found.clear()
-            self._searches.clear()
-            self._last[:] = [(id(steps), mesh)]
+        here = id(steps), mesh
+        if here not in self._known:
+            self._known.clear()  # what is known of other meshes takes memory
+        known = self._known.setdefault(here, {})
 
-        def key(number: int) -> object:
-            return kept[number]
-
-        def search(number: int) -> MeshSearch:
-            if key(number) not in self._searches:
-                split = steps.made(kept[number])
+        def planned(number: int) -> tuple[MeshSearch, PlannedStage]:
+            choice = kept[number]
+            if choice not in known:
+                split = steps.made(choice)
                 graph = replace(self.place.graph, step=split.step)
                 there = self.place._replace(graph=graph)
-                found = MeshSearch.of(split, mesh, own, self.part, None, there)
-                self._searches[key(number)] = found
-            return self._searches[key(number)]
-
-        def free(number: int) -> PlannedStage:
-            if key(number) not in self._found:
-                self._found[key(number)] = search(number).free()
-            return self._found[key(number)]
+                search = MeshSearch.of(split, mesh, own, self.part, None, there)
+                known[choice] = search, search.free()
+            return known[choice]
 
         def first_that_fits(numbers: Sequence[int]) -> PlannedStage | None:
-            place = bisect_left(numbers, True, key=lambda number: free(number).fits)
-            return free(numbers[place]) if place < len(numbers) else None
+            place = bisect_left(numbers, True, key=lambda number: planned(number)[1].fits)
+            return planned(numbers[place])[1] if place < len(numbers) else None
 
         if (found := first_that_fits(range(len(apart)))) is not None:
             return found
@@ -180,7 +174,7 @@ class RecomputingStage:
         if (found := first_that_fits(range(len(apart), len(kept)))) is not None:
             return found
         least = len(apart) - 1
-        return fitting_plan(search(least), free(least)) if solves and least >= 0 else None
+        return fitting_plan(*planned(least)) if solves and least >= 0 else None
 
 
 def _order(planned: PlannedStage) -> tuple[bool, float]:
@@ -189,11 +183,11 @@ def _order(planned: PlannedStage) -> tuple[bool, float]:
 
 
 def _joined(
-    steps: RecomputedSteps, free: PlannedStage, planned: PlannedStage, needed: float
+    steps: RecomputedSteps, free: PlannedStage, other: PlannedStage, needed: float
 ) -> Sequence[KeptChoice]:
     """The choices with joined blocks that spare what is `needed` of a microbatch and may pay.
 
-    So many bytes of all devices; they may be quicker than what is `planned`, if that fits.
+    So many bytes of all devices; they may be quicker than the `other` plan, if that fits.
     """
     numbers = range(len(steps.joined))
     first = bisect_left(numbers, needed, key=lambda number: steps.joined[number].saved_bytes)
@@ -201,7 +195,7 @@ def _joined(
         return []
     count, devices = steps.split.num_microbatches, steps.num_devices
     longer = steps.joined[first].seconds * count / devices
-    if planned.fits and free.step_seconds + longer >= planned.step_seconds:
+    if other.fits and free.step_seconds + longer >= other.step_seconds:
         return []
     return [steps.joined[first + more] for more in _evenly(len(numbers) - first)]
 

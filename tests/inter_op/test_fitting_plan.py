@@ -120,10 +120,9 @@ def test_what_takes_longer_is_beside_what_else_may_be_quicker() -> None:
 
 
 def test_what_is_proven_to_be_no_quicker_is_left() -> None:
-    best, calls = found(search(tight=1.7), plan("some", 1.5))
-    assert best.kind in ("some", "priced")
-    assert best.step_seconds == 1.5
-    assert calls[-1] == "within, 1.5 at most"
+    best, calls = found(search(tight=1.7), plan("some", 1.45))
+    assert best.kind == "some"
+    assert calls[-1] == "within, 1.45 at most"
 
 
 def test_all_is_computed_again_at_a_price_where_that_may_be_quicker() -> None:
@@ -134,7 +133,7 @@ def test_all_is_computed_again_at_a_price_where_that_may_be_quicker() -> None:
 
 def test_what_does_not_fit_by_computing_again_is_not_taken() -> None:
     best, _ = found(search(priced=1.5), plan("some", 1.0, LIMIT + 1))
-    assert best.kind != "some"
+    assert best.kind == "priced"
 
 
 def test_what_computes_some_again_for_long_is_beside_what_is_solved_within_the_memory() -> None:

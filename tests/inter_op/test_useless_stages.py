@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from small_steps import perceptron
 
 import autopar
 from autopar.base.options import Options
+from autopar.passes.planner import automatic_stages
+from autopar.passes.planner.automatic_stages import AutomaticStages
 from autopar.passes.planner.candidates import PlannedStep, plan_layout
 from autopar.passes.planner.layout_search import LayoutSearch
 from autopar.passes.planner.layouts import StageLayout
@@ -21,27 +25,19 @@ from autopar.passes.trace.trace import trace
 CLUSTER = autopar.Cluster.preset("dgx-h100", nodes=2)
 
 
-def train_step(weights: Any, x: Any) -> Any:
-    def loss_of(weights: Any) -> jax.Array:
-        h = x
-        for w in weights:
-            h = jnp.tanh(h @ w)
-        return jnp.mean(h**2)
-
-    loss, gradients = jax.value_and_grad(loss_of)(weights)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+def layouts(**options: Any) -> LayoutSearch:
+    """What is tried for four layers on 64 rows."""
+    shape = jax.ShapeDtypeStruct
+    weights = {f"w{i}": shape((256, 256), jnp.float32) for i in range(4)}
+    graph = trace(perceptron, (weights, shape((64, 256), jnp.float32))).graph
+    return LayoutSearch.of(graph, Options.from_kwargs(**options), CLUSTER, lambda message: None)
 
 
 @pytest.fixture(scope="module")
 def asked() -> Any:
     """A step in four microbatches, to be cut into two stages."""
-    shape = jax.ShapeDtypeStruct
-    traced = trace(
-        train_step, ([shape((256, 256), jnp.float32)] * 4, shape((64, 256), jnp.float32))
-    )
-    options = Options.from_kwargs(stages=2, microbatches=4, schedule="1f1b")
-    search = LayoutSearch.of(traced.graph, options, CLUSTER, lambda message: None)
-    return search.split(4, is_pipeline=True), StageLayout(2, (8, 8)), options, CLUSTER
+    search = layouts(stages=2, microbatches=4, schedule="1f1b")
+    return search.split(4, is_pipeline=True), StageLayout(2, (8, 8)), search.options, CLUSTER
 
 
 def test_a_stage_that_takes_longer_ends_the_planning(asked: Any) -> None:
@@ -103,3 +99,18 @@ def test_as_those_are_that_do_not_fit() -> None:
     asked, searches = tried(MisfitError(1100))
     assert [layout for layout, _ in asked] == [FIRST] * (searches + 1)
     assert searches > 0
+
+
+def test_automatic_stages_may_take_as_long_as_a_step_that_fits_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[float] = []
+
+    def noting(*_: Any, longest: float, **__: Any) -> list[PlannedStep]:
+        asked.append(longest)
+        raise SlowStageError
+
+    monkeypatch.setattr(automatic_stages, "plan_layout", noting)
+    search = replace(layouts(stages="auto", microbatches=4), best_seconds=1.0)
+    assert AutomaticStages(search).pipelines() == []
+    assert set(asked) == {1.0}
