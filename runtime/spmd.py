@@ -55,6 +55,7 @@ from autopar.passes.sharding.turned_gathers import turned_gathers
 from autopar.passes.sharding.turned_sums import turned_sums
 from autopar.passes.sharding.waiting import Tie
 from autopar.runtime.all_reduce import all_reduce
+from autopar.runtime.filled_buffers import filled, scan_into, stacks_of
 from autopar.runtime.host_callbacks import HostCallbacks
 from autopar.runtime.loop_carries import added_in_loop, as_carried, in_order
 from autopar.runtime.matrices import one_by_one
@@ -162,7 +163,7 @@ class _Device:
             if number in postponed:
                 continue
             if number in fills:
-                self.filled(env, instruction, fills[number])
+                self.fill(env, instruction, fills[number])
             elif isinstance(instruction, Relayout) and instruction.target in as_gathered:
                 env[instruction.target] = self.gathered(env, instruction)
             elif isinstance(instruction, (Relayout, Compute)):
@@ -198,15 +199,18 @@ class _Device:
         passed = lax.optimization_barrier([env[v] for v in values])
         env.update(zip(values, passed, strict=True))
 
-    def filled(self, env: Env, instruction: Instruction, fill: Fill) -> None:
-        """An instruction that writes into a buffer, which is filled only when it is needed."""
-        assert isinstance(instruction, Compute)
-        constant = self.read(env, fill.constant)
-        first = lax.slice(constant, (0,) * constant.ndim, (1,) * constant.ndim).reshape(())
-        number, env[fill.after] = lax.optimization_barrier((first, env[fill.after]))
-        env[fill.constant] = lax.broadcast(number, constant.shape)
-        self.compute(env, instruction)
-        env[fill.constant] = constant
+    def fill(self, env: Env, instruction: Instruction, fill: Fill) -> None:
+        """An instruction that writes into buffers, which are filled only when they are needed."""
+        constants = {version: self.read(env, version) for version in fill.constants}
+        stacks = stacks_of(instruction, self.mesh) if isinstance(instruction, Loop) else []
+        buffers, env[fill.after] = filled(constants.values(), stacks, env[fill.after])
+        env.update(zip(constants, buffers, strict=False))
+        if isinstance(instruction, Loop):
+            self.loop(env, instruction, buffers[len(constants) :])
+        else:
+            assert isinstance(instruction, Compute)
+            self.compute(env, instruction)
+        env.update(constants)
 
     def read(self, env: Env, version: ShardedValue) -> Any:
         value = self.as_it_lies(env, version)
@@ -276,14 +280,14 @@ class _Device:
         """Whether it is the mesh's first device."""
         return self.index(range(len(self.mesh))) == 0
 
-    def loop(self, env: Env, instruction: Loop) -> None:
+    def loop(self, env: Env, instruction: Loop, given: Sequence[Any] | None = None) -> None:
+        """A scan; into stacks, if they are given."""
         params = instruction.eqn.params
         scan = ScanParts.of(instruction.eqn)
         operands = [self.as_it_lies(env, version) for version in instruction.operands]
         consts, starts, stacks_read = scan.operands(operands)
-        turned = [x for x in stacks_read if isinstance(x, TurnedArray)]
         stacked = [x for x in stacks_read if not isinstance(x, TurnedArray)]
-        trips = jnp.arange(params["length"]) if turned else None
+        trips = jnp.arange(params["length"]) if len(stacked) < len(stacks_read) else None
 
         def body(carry: Any, trip_and_rows: Any) -> Any:
             trip, xs = trip_and_rows
@@ -297,15 +301,11 @@ class _Device:
             carried, made = scan.results(results)
             return list(map(as_carried, carried, carry)), in_order(made, self.rules)
 
+        init = [jnp.asarray(x.value if isinstance(x, TurnedArray) else x) for x in starts]
+        asked = {name: params[name] for name in ("length", "reverse", "unroll")}
+        scan_with = lax.scan if given is None else functools.partial(scan_into, given)
         with source_context(instruction.eqn):
-            carried, stacks = lax.scan(
-                body,
-                [jnp.asarray(x.value if isinstance(x, TurnedArray) else x) for x in starts],
-                (trips, stacked),
-                length=params["length"],
-                reverse=params["reverse"],
-                unroll=params["unroll"],
-            )
+            carried, stacks = scan_with(body, init, (trips, stacked), **asked)
         env.update(zip(instruction.results, [*carried, *stacks], strict=True))
 
     def branch(self, env: Env, instruction: Branch) -> None:

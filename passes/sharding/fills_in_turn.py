@@ -7,22 +7,28 @@ through a barrier, beside something that the scatter reads, too: it is not known
 Found on eight layers of a DeepSeek-like mixture of `benchmarks/models` on eight H100s, by
 `plan.verify("gpu:h100")` (jax 0.10.2): its worst moment had eighteen buffers of a scatter's size,
 of which two were needed.
+
+What loops stack is the same: layers that each have a scan of their own, over chunks of a sequence
+as linear attention has or over its steps, kept the stacks of all layers' backward passes from the
+first scan on. And so are sums that loops carry and that begin as zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence, Set
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from autopar.passes.sharding.compiler_rules import IN_PLACE, CompilerRules, writes_buffer
-from autopar.passes.sharding.filling_numbers import filling_numbers
+from autopar.passes.sharding.filling_numbers import beginnings, filling_numbers
 from autopar.passes.sharding.scopes import aval_shape
 from autopar.passes.sharding.spmd_program import (
     Block,
     Compute,
     Instruction,
+    Loop,
     ShardedValue,
-    is_literal,
     local_bytes,
     reads,
     writes,
@@ -37,9 +43,14 @@ SMALL_PART = 1 / 16
 
 
 class Fill(NamedTuple):
-    """A buffer that an instruction fills with a constant, and what must be there before."""
+    """What an instruction fills, and what must be there before.
 
-    constant: ShardedValue
+    Args:
+      constants: operands that are filled for it alone; a loop fills its stacks as well.
+      after: another operand.
+    """
+
+    constants: tuple[ShardedValue, ...]
     after: ShardedValue
 
 
@@ -49,7 +60,7 @@ def fills_in_turn(
     rules: CompilerRules,
     numbers: Mapping[ShardedValue, Any] | None = None,
 ) -> dict[int, Fill]:
-    """By the numbers of a block's instructions, those whose first operand is filled for them alone.
+    """By the numbers of a block's instructions, those that fill buffers for themselves alone.
 
     The first of those that are alike is not among them.
 
@@ -61,7 +72,7 @@ def fills_in_turn(
     """
     if not (rules.keeps_order and rules.fills_together):
         return {}
-    if not any(map(_writes_in_place, block.instructions)):
+    if not any(map(_may_fill, block.instructions)):
         return {}
     numbers = filling_numbers(block.instructions, rules) if numbers is None else numbers
     made: dict[ShardedValue, int] = {}
@@ -72,26 +83,49 @@ def fills_in_turn(
         made.update(dict.fromkeys(writes(instruction), time))
         if _is_buffer(instruction, buffers):
             buffers.update(writes(instruction))
-        if not _writes_in_place(instruction):
+        filled = [*_filled(instruction, numbers, mesh)] if _may_fill(instruction) else []
+        if not filled:
             continue
-        constant = instruction.operands[0]
-        if is_literal(constant) or numbers.get(constant) is None:
+        likes = {(v.atom.aval.dtype, aval_shape(v.atom), local_bytes(v, mesh)) for v, _ in filled}
+        if alike.isdisjoint(likes):
+            alike |= likes
             continue
-        size = local_bytes(constant, mesh)
-        if constant.layout.partial or size < LARGE_BYTES:
-            continue
-        like = constant.atom.aval.dtype, aval_shape(constant.atom), size
-        if like not in alike:
-            alike.add(like)
-            continue
-        others = [v for v in instruction.operands[1:] if not is_literal(v) and v in made]
-        ready = [v for v in others if v in buffers or local_bytes(v, mesh) <= SMALL_PART * size]
+        alike |= likes
+        constants = tuple(dict.fromkeys(c for _, c in filled if c is not None))
+        most = SMALL_PART * max(local_bytes(v, mesh) for v, _ in filled)
+        ready = [
+            v
+            for v in reads(instruction)
+            if v in made
+            and v not in numbers
+            and (isinstance(instruction, Loop) or v in buffers or local_bytes(v, mesh) <= most)
+        ]
         if ready:
-            found[time] = Fill(constant, max(ready, key=made.__getitem__))
+            found[time] = Fill(constants, max(ready, key=made.__getitem__))
     return found
 
 
-def _writes_in_place(instruction: Instruction) -> TypeGuard[Compute]:
+def _filled(
+    instruction: Instruction, numbers: Mapping[ShardedValue, Any], mesh: Sequence[int]
+) -> Iterator[tuple[ShardedValue, ShardedValue | None]]:
+    """The large results whose buffers a known number fills, and what is that; a loop's stacks."""
+    for value, constant in beginnings(instruction, numbers):
+        number = None if constant is None else numbers[constant]
+        is_known = constant is None or number is not None
+        if constant is not None and constant.layout.partial:  # the others hold zeros
+            is_known = is_known and number is not None and not np.any(number)
+        if is_known and local_bytes(value, mesh) >= LARGE_BYTES:
+            yield value, constant
+
+
+def _may_fill(instruction: Instruction) -> bool:
+    """Whether it writes into buffers part by part: scatters, loops that JAX runs trip by trip."""
+    if isinstance(instruction, Loop):
+        results = (*instruction.results, *instruction.body.outputs)
+        if any(v.layout.in_host for v in results):
+            return False
+        is_plain = all(isinstance(v.atom.aval.dtype, np.dtype) for v in instruction.results)
+        return is_plain and instruction.eqn.params["unroll"] == 1
     if not isinstance(instruction, Compute) or instruction.once:
         return False
     return instruction.eqn.primitive.name in IN_PLACE

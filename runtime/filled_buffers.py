@@ -1,0 +1,82 @@
+"""Buffers that are filled with a number before something writes into them part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopar.passes.graph.scans import ScanParts
+from autopar.passes.sharding.layout import local_shape
+from autopar.passes.sharding.spmd_program import Loop
+
+
+def stacks_of(loop: Loop, mesh: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+    """What a device has of the stacks that a loop makes."""
+    _, stacks = ScanParts.of(loop.eqn).results(loop.results)
+    avals = [(v.atom.aval, v.layout) for v in stacks]
+    return [
+        jax.ShapeDtypeStruct(local_shape(aval.shape, layout, mesh), aval.dtype)
+        for aval, layout in avals
+    ]
+
+
+def filled(
+    constants: Iterable[Any], stacks: Sequence[jax.ShapeDtypeStruct], after: Any
+) -> tuple[list[Any], Any]:
+    """Buffers like arrays of one number each, and stacks of zeros, all once another array is there.
+
+    Returns:
+      The buffers; and what they wait for, which is read as it is returned.
+    """
+    like = [*constants]
+    firsts = [lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()) for x in like]
+    zeros = [jnp.zeros((), x.dtype) for x in stacks]
+    numbers, after = lax.optimization_barrier(([*firsts, *zeros], after))
+    return [*map(lax.broadcast, numbers, (x.shape for x in (*like, *stacks)))], after
+
+
+def scan_into(
+    stacks: Sequence[Any],
+    body: Callable[[Any, Any], tuple[Any, Sequence[Any]]],
+    init: Any,
+    xs: Any,
+    length: int,
+    reverse: bool,
+    unroll: int = 1,
+) -> tuple[Any, list[Any]]:
+    """What `jax.lax.scan` makes, of stacks that are there: the same loop, trip by trip.
+
+    Args:
+      stacks: `[length, ...]`, what each trip returns beside the carry is written into.
+      body: as of `jax.lax.scan`.
+      init: the carry in the first trip.
+      xs: arrays `[length, ...]` of which each trip has its slices.
+      length: the number of trips.
+      reverse: whether the last slices come first.
+      unroll: 1, trips are not joined.
+    """
+    assert unroll == 1, "loops whose trips are joined stack what several make"
+
+    def trip(state: tuple[Any, Any, list[Any]]) -> tuple[Any, Any, list[Any]]:
+        number, carry, written = state
+        place = length - number - 1 if reverse else number
+        slices = jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(
+                x, place, keepdims=False, allow_negative_indices=False
+            ),
+            xs,
+        )
+        carry, made = body(carry, slices)
+        written = [
+            lax.dynamic_update_index_in_dim(stack, y, place, 0, allow_negative_indices=False)
+            for stack, y in zip(written, made, strict=True)
+        ]
+        return number + 1, carry, written
+
+    state = 0, init, [*stacks]
+    _, carry, written = lax.while_loop(lambda state: state[0] < length, trip, state)
+    return carry, written
