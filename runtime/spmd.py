@@ -316,7 +316,7 @@ class _Device:
         def run(block: Block, *values: Any) -> list[Any]:
             results = self.block(block, values)
             return [
-                lax.convert_element_type(r, a.dtype) if not is_key(r.dtype) else r
+                r if is_key(a.dtype) else lax.convert_element_type(r, a.dtype)
                 for r, a in zip(results, avals, strict=True)
             ]
 

@@ -1,5 +1,6 @@
 """Steps that change NNX objects in place, as `nnx.jit` runs them: the same numbers, there."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -226,6 +227,35 @@ def test_evaluation_plans_once_more_and_leaves_the_model_alone() -> None:
     assert int(metrics.loss.count.get_value()) == 3
     with pytest.raises(TraceError, match=r"drop\.deterministic: True, False"):
         first(Net(nnx.Rngs(0), rate=0.5), metrics, batch_of(0))
+
+
+def test_configs_without_a_hash() -> None:
+    """Models often keep the config they were made of: a dataclass that compares, and no more."""
+
+    @dataclasses.dataclass
+    class Config:
+        scale: float = 1.0
+
+    class Scaled(Net):
+        def __init__(self, rngs: nnx.Rngs, config: Config):
+            super().__init__(rngs)
+            self.config = config
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.config.scale * super().__call__(x)
+
+    def objects(scale: float) -> Any:
+        model = Scaled(nnx.Rngs(0), Config(scale))
+        return model, nnx.Optimizer(model, update, wrt=nnx.Param)
+
+    update = optax.sgd(0.1)
+    step, expected = autopar.parallelize(sgd_step, method="data"), nnx.jit(sgd_step)
+    for scale in (1.0, 0.5, 1.0):
+        plain, ours = objects(scale), objects(scale)
+        expected(*plain, batch_of(0))
+        step(*ours, batch_of(0))
+        assert_same(ours, plain)
+    assert len(step._executables) == 2
 
 
 def test_what_a_step_adds_to_an_object_stays_there() -> None:

@@ -24,7 +24,10 @@ class ObjectDefinition:
         return self.graphdef is other.graphdef or bool(self.graphdef == other.graphdef)
 
     def __hash__(self) -> int:
-        return hash(self.graphdef)
+        try:
+            return hash(self.graphdef)
+        except TypeError:  # it holds what compares but has no hash, as configs often do
+            return hash(tuple(getattr(node, "type", None) for node in self.graphdef.nodes))
 
     def __repr__(self) -> str:
         kind = getattr(self.graphdef.nodes[0], "type", None)

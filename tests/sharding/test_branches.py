@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
@@ -156,3 +157,30 @@ def test_each_of_several_results_that_are_one_value_is_there() -> None:
     )
     peaks = [plan.estimates.peak_bytes_per_device for plan in (one, several)]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
+
+
+def test_branches_return_numbers_as_they_are_written() -> None:
+    """Loops of at most so many steps, which say that they are done (`True`, `0`, `1.5`)."""
+
+    def step(w: Any, x: Any) -> Any:
+        def loss_fn(w: Any) -> Any:
+            def body(carry: Any, _: Any) -> Any:
+                def run(carry: Any) -> Any:
+                    _, _, _, h = carry
+                    return True, 3, 1.5, jnp.tanh(h @ w)
+
+                return jax.lax.cond(carry[0], lambda carry: carry, run, carry), None
+
+            start = jnp.zeros((), bool), jnp.zeros((), jnp.int32), jnp.float32(0), x
+            (done, count, rate, h), _ = jax.lax.scan(body, start, None, length=3)
+            return rate * jnp.mean(jnp.square(h)), (done, count)
+
+        (loss, told), gradient = jax.value_and_grad(loss_fn, has_aux=True)(w)
+        return w - 0.1 * gradient, loss, told
+
+    args = 0.5 * jnp.eye(8), jnp.ones((16, 8))
+    wanted = jax.jit(step)(*args)
+    found = autopar.compile(step, *args, method="data", donate_argnums=())(*args)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=1e-5)
