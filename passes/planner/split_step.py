@@ -12,7 +12,7 @@ from autopar.passes.planner.rewritings import AS_WRITTEN, Rewriting
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.read_again import with_weights_read_again
-from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
+from autopar.passes.sharding.batch_dims import BatchDims, batch_dims, repeated_dims
 from autopar.passes.sharding.compiler_rules import rules_of
 from autopar.passes.sharding.scope_memory import ScopeBuffers
 from autopar.passes.sharding.traffic import MemoryTraffic
@@ -76,6 +76,11 @@ class SplitStep:
     def dims(self) -> BatchDims:
         """Where the batch is."""
         return batch_dims(self.graph, self.rules)
+
+    @cached_property
+    def repeated_dims(self) -> BatchDims:
+        """Where as many rows are as the batch has."""
+        return repeated_dims(self.graph, self.rules)
 
     @cached_property
     def layers(self) -> LayersOfStep:

@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from autopar.passes.graph.graph import Atom, Graph
 from autopar.passes.graph.primitives import CONTROL_FLOW, EXCHANGE
 from autopar.passes.graph.scans import ScanParts
-from autopar.passes.primitives.factor_rule import FactorRule, Rules
+from autopar.passes.primitives.factor_rule import Factor, Rules, ValueFactors
 
 BatchDims = dict[Var, frozenset[int]]
 NONE: frozenset[int] = frozenset()
@@ -43,6 +43,54 @@ def batch_dims(graph: Graph, rules: Rules) -> BatchDims:
     Of a batch that is taken apart (`x.reshape(A, B // A, T)`) these are several, also where it is
     not the outermost loop (`x.reshape(A * B, T)`). Variables of inner bodies are included.
     """
+    return _dims(_batch_places(graph, rules))
+
+
+def repeated_dims(graph: Graph, rules: Rules) -> BatchDims:
+    """The same, and of what is not made from the batch but has as many rows where it meets it.
+
+    Learned queries that are tiled for every example and attend to each other first, features of a
+    graph's nodes that are repeated: a program says nothing of their rows before they are added to
+    rows of the batch, or multiplied by such. It is looked back from there.
+    """
+    found = _batch_places(graph, rules)
+    _look_back(graph.jaxpr, found, rules, frozenset(graph.jaxpr.invars))
+    return _dims(found)
+
+
+def _dims(found: Mapping[Var, Places]) -> BatchDims:
+    return {var: frozenset(x.dim for x in places) for var, places in found.items()}
+
+
+def _look_back(
+    jaxpr: Jaxpr, found: dict[Var, Places], rules: Rules, inputs: Collection[Var]
+) -> None:
+    """Add where operands have the rows that results have; not of the program's `inputs`."""
+    for eqn in reversed(jaxpr.eqns):
+        name, operands = eqn.primitive.name, list[Places]()
+        if name == "scan":
+            scan = ScanParts.of(eqn)
+            _look_back(scan.body, found, rules, inputs)
+            consts, carries, slices = scan.operands(
+                [found.get(var, NOWHERE) for var in scan.body.invars]
+            )
+            operands = [*consts, *carries, *map(_stacked, slices)]
+        elif name not in CONTROL_FLOW and name != EXCHANGE:
+            results = [found.get(var, NOWHERE) for var in eqn.outvars]
+            if any(results):
+                rule = rules[eqn]
+                operands = _followed(rule.factors, rule.results, results, rule.operands) or []
+        for atom, places in zip(eqn.invars, operands, strict=False):
+            if isinstance(atom, Var) and places and atom not in inputs and not found.get(atom):
+                found[atom] = places
+
+
+def _stacked(places: Places) -> Places:
+    """Where rows are in a stack of values that have them there."""
+    return frozenset(x._replace(dim=x.dim + 1) for x in places)
+
+
+def _batch_places(graph: Graph, rules: Rules) -> dict[Var, Places]:
     found: dict[Var, Places] = {}
     followed: dict[object, list[Places] | None] = {}  # by rule: layers are alike
     for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True):
@@ -61,7 +109,7 @@ def batch_dims(graph: Graph, rules: Rules) -> BatchDims:
         rule = rules[eqn]
         key = (id(rule), *operands)
         if key not in followed:
-            followed[key] = _followed(rule, operands)
+            followed[key] = _followed(rule.factors, rule.operands, operands, rule.results)
         results = followed[key]
         if eqn.primitive.name in _TAKE_ROWS and not (results and results[0]):
             results = [_whole(eqn.outvars[0], _taken_rows(eqn, {x.dim for x in operands[0]}))]
@@ -73,10 +121,10 @@ def batch_dims(graph: Graph, rules: Rules) -> BatchDims:
         transfer,
         NOWHERE,
         lambda places: frozenset(x._replace(dim=x.dim - 1) for x in places if x.dim),
-        lambda places: frozenset(x._replace(dim=x.dim + 1) for x in places),
+        _stacked,
         through_while=True,
     )
-    return {var: frozenset(x.dim for x in places) for var, places in found.items()}
+    return found
 
 
 def _whole(var: Var, dims: Iterable[int]) -> Places:
@@ -84,14 +132,19 @@ def _whole(var: Var, dims: Iterable[int]) -> Places:
     return frozenset(BatchRows(dim, 1, var.aval.shape[dim]) for dim in dims)
 
 
-def _followed(rule: FactorRule, operands: Sequence[Places]) -> list[Places] | None:
-    """Where an equation's results have the rows that its operands have."""
+def _followed(
+    loops: Sequence[Factor],
+    read: Sequence[ValueFactors],
+    places_read: Sequence[Places],
+    made: Sequence[ValueFactors],
+) -> list[Places] | None:
+    """Where an equation's results have the rows that its operands have; or the other way round."""
     inside: dict[int, tuple[int, int]] = {}  # of a factor's iterations: those around rows, and rows
-    for places, value in zip(operands, rule.operands, strict=True):
+    for places, value in zip(places_read, read, strict=True):
         for rows in sorted(places):
             around = 1
             for factor in value[rows.dim]:
-                end = around * rule.factors[factor].size
+                end = around * loops[factor].size
                 first, last = max(around, rows.outer), min(end, rows.outer * rows.size)
                 if first < last and not (first % around or last % first):
                     inside.setdefault(factor, (first // around, last // first))
@@ -100,14 +153,17 @@ def _followed(rule: FactorRule, operands: Sequence[Places]) -> list[Places] | No
         return None
     return [
         frozenset(
-            rows for dim, factors in enumerate(value) for rows in _rows(dim, factors, rule, inside)
+            rows for dim, factors in enumerate(value) for rows in _rows(dim, factors, loops, inside)
         )
-        for value in rule.results
+        for value in made
     ]
 
 
 def _rows(
-    dim: int, factors: Sequence[int], rule: FactorRule, inside: Mapping[int, tuple[int, int]]
+    dim: int,
+    factors: Sequence[int],
+    loops: Sequence[Factor],
+    inside: Mapping[int, tuple[int, int]],
 ) -> list[BatchRows]:
     """The rows in one dimension; those of neighbouring loops are together."""
     found: list[BatchRows] = []
@@ -120,7 +176,7 @@ def _rows(
                 found[-1] = found[-1]._replace(size=found[-1].size * size)
             else:
                 found.append(BatchRows(dim, outer, size))
-        around *= rule.factors[factor].size
+        around *= loops[factor].size
     return found
 
 

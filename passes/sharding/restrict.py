@@ -278,21 +278,23 @@ def restriction(
     reduce_dtype: str = AS_COMPUTED,
     kinds: LoopKinds | None = None,
     hosted: Mapping[int, str] = MappingProxyType({}),
+    repeated: Mapping[Var, frozenset[int]] = MappingProxyType({}),
     adds_slices: bool = True,
 ) -> Restriction:
     """The restriction of a method on one program and a logical mesh.
 
-    `kinds`: of the program's loops, for the methods that ask for them; `hosted`: leaves that may or
-    must lie in the hosts' memory; `adds_slices`: see `Restriction`.
+    `kinds`: of the program's loops, for methods that ask for them; `hosted`: leaves that lie, or
+    may, in hosts' memory; `repeated`: rows of values made of state; `adds_slices`: `Restriction`.
     """
     used, tiny = parameters(graph, dims), _tiny_bytes(graph, math.prod(mesh))
     from_state, matching = made_from_state(graph), match_axes(graph.jaxpr, mesh)
     sums = sum_dtypes(graph, dims, reduce_dtype)
     loops = None if kinds is None else LoopMethod(method, kinds, mesh)
+    rows = {var: found for var, found in repeated.items() if var in from_state}
     return Restriction(
         graph,
         method,
-        dims,
+        {**dims, **rows},
         pins,
         used,
         tiny,

@@ -13,7 +13,7 @@ import autopar
 from autopar.passes import microbatch
 from autopar.passes.graph.graph import Graph, walk
 from autopar.passes.primitives.populate import populate
-from autopar.passes.sharding.batch_dims import batch_dims, parameters
+from autopar.passes.sharding.batch_dims import batch_dims, parameters, repeated_dims
 from sharding.steps import graph_of, momentum_shapes, momentum_step, shaped
 
 
@@ -217,3 +217,85 @@ def test_parts_that_devices_do_not_divide_are_as_whole_values() -> None:
     plan = autopar.plan(step, w, x, method="zero3", **options)
     chosen = {x.node: x.choice for x in plan.stages[0].strategies if "dot_general" in x.node}
     assert chosen and all("x" in choice for choice in chosen.values()), chosen
+
+
+def attended(queries: Any, x: Any, w: Any) -> Any:
+    """Queries that see each other, then an example's rows."""
+    for keys, heads in ((queries, w["own"]), (x, w["other"])):
+        q, k, v = queries @ heads[0], keys @ heads[1], keys @ heads[2]
+        shares = jax.nn.softmax(jnp.einsum("bnd,bmd->bnm", q, k) / q.shape[-1] ** 0.5)
+        queries = queries + shares @ v
+    return queries
+
+
+def queries_step(scanned: bool) -> Any:
+    """Learned queries, the same for every example, in two layers."""
+
+    def step(params: Any, x: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            queries = jnp.tile(params["queries"][None], (len(x), 1, 1))
+            if scanned:
+                layers = params["layers"]
+                queries, _ = jax.lax.scan(lambda h, w: (attended(h, x, w), None), queries, layers)
+            else:
+                for number in range(2):
+                    own = jax.tree.map(lambda w, n=number: w[n], params["layers"])
+                    queries = attended(queries, x, own)
+            return jnp.mean(jnp.square(queries))
+
+        loss, gradients = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), loss
+
+    return step
+
+
+def queries_shapes(count: int, queries: int, width: int) -> Any:
+    layers = dict.fromkeys(("own", "other"), shaped(2, 3, width, width))
+    return {"queries": shaped(queries, width), "layers": layers}, shaped(count, queries, width)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_rows_that_are_repeated_for_the_batch_are_its_rows(scanned: bool) -> None:
+    """`method="data"` computed whole what learned queries are before they meet an example."""
+    options: dict[str, Any] = {"cluster": "2x8 h100", "microbatches": 1, "stages": 1}
+    asked = queries_step(scanned), *queries_shapes(64, 256, 512)
+    found, wanted = (
+        autopar.plan(*asked, method=method, batch_argnums=1, **options).estimates.step_seconds
+        for method in ("data", "zero1")
+    )
+    assert found <= 1.05 * wanted
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_repeated_rows_are_those_of_plain_jit(scanned: bool) -> None:
+    rng, shapes = np.random.default_rng(0), queries_shapes(16, 4, 8)
+    args = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(s.dtype), shapes)
+    step = queries_step(scanned)
+    run = autopar.parallelize(step, method="data", batch_argnums=1, donate_argnums=())
+    found, wanted = run(*args), jax.jit(step)(*args)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_are_looked_for_where_values_meet_the_batch() -> None:
+    def step(w: Any, queries: Any, x: Any) -> Any:
+        tiled = jnp.tile(queries[None], (16, 1, 1)) @ w  # [16, 4, 16]
+        unread = jnp.tanh(w @ w)  # as wide as the batch is long
+        return (tiled * x).sum() + unread.sum(), w - 1
+
+    graph = graph_of(step, shaped(16, 16), shaped(4, 16), shaped(16, 4, 16))
+    rules = populate(graph.jaxpr)
+    known, looked_back = batch_dims(graph, rules), repeated_dims(graph, rules)
+    made = {
+        (eqn.primitive.name, var.aval.shape): (known.get(var), looked_back.get(var))
+        for eqn in walk(graph.jaxpr)
+        for var in eqn.outvars
+        if eqn.primitive.name in ("dot_general", "tanh", "sub")
+    }
+    assert made == {
+        ("dot_general", (16, 4, 16)): (None, frozenset({0})),
+        ("dot_general", (16, 16)): (None, None),
+        ("tanh", (16, 16)): (None, None),
+        ("sub", (16, 16)): (None, None),
+    }
+    assert all(looked_back.get(v) == known.get(v) for v in graph.jaxpr.invars)
