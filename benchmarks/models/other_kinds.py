@@ -16,7 +16,7 @@ import optax
 from flax import struct
 from flax.training.train_state import TrainState
 
-from models import bert, graph_network, lstm, unet, vit
+from models import bert, delta, graph_network, lstm, unet, vit
 from models.registry import TrainStep
 
 DTYPE = jnp.bfloat16
@@ -125,13 +125,22 @@ def _unet(size: unet.UNetSize, count: int, remat: bool | str) -> TrainStep:
 
 
 def _lstm(size: lstm.LSTMSize, count: int, remat: bool | str) -> TrainStep:
-    tokens = jax.ShapeDtypeStruct((count, size.sequence), jnp.int32)
+    return _of_tokens(lstm.LSTM(size, DTYPE, remat), count, size.sequence)
+
+
+def _delta(size: delta.DeltaSize, count: int, remat: bool | str) -> TrainStep:
+    return _of_tokens(delta.DeltaDecoder(size, DTYPE, remat), count, size.sequence)
+
+
+def _of_tokens(module: Any, count: int, sequence: int) -> TrainStep:
+    """A language model's step."""
+    tokens = jax.ShapeDtypeStruct((count, sequence), jnp.int32)
 
     def loss(self: Any, batch: Any, key: jax.Array) -> jax.Array:
         return _cross_entropy(self(batch["tokens"]), batch["targets"]).mean()
 
     batch = {"tokens": tokens, "targets": tokens}
-    return _trained(lstm.LSTM(size, DTYPE, remat), loss, batch, has_key=False)
+    return _trained(module, loss, batch, has_key=False)
 
 
 def _graphs(size: graph_network.GraphSize, count: int, remat: bool | str) -> TrainStep:
@@ -168,6 +177,7 @@ _FAMILIES: dict[str, tuple[dict[str, Any], Callable[..., TrainStep]]] = {
     "vit": (vit.SIZES, _vit),
     "unet": (unet.SIZES, _unet),
     "lstm": (lstm.SIZES, _lstm),
+    "delta": (delta.SIZES, _delta),
     "graph": (graph_network.SIZES, _graphs),
 }
 OTHERS = tuple(f"{family}-{key}" for family, (sizes, _) in _FAMILIES.items() for key in sizes)
