@@ -25,7 +25,7 @@ try:
     import planner_cases
     import written_steps
     from contest import evaluate, is_allowed, peak_usage
-    from models import deepseek, moe, other_kinds, registry
+    from models import deepseek, delta, moe, other_kinds, registry
 finally:
     sys.path.remove(FOLDER)
 
@@ -35,6 +35,7 @@ __all__ = [
     "compilers",
     "contest",
     "deepseek",
+    "delta",
     "evaluate",
     "gpu",
     "gpu_profile",

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from benchmark_modules import deepseek, moe, paper_cases, registry
+from benchmark_modules import deepseek, delta, moe, paper_cases, registry
 
 UNITS = {"M": 10**6, "B": 10**9}
 QUICK = (
@@ -81,3 +81,18 @@ def test_published_plans_have_the_papers_devices() -> None:
         np.testing.assert_allclose(sum(stage.layers for stage in stages), 1)
     (only,) = paper_cases.cases("gpt-39B 64 .* published")
     assert [stage.logical_mesh for stage in only.options["stages"]] == [(1, 4)] * 16
+
+
+def test_states_chunk_by_chunk_are_those_token_by_token() -> None:
+    rng, shape = np.random.default_rng(0), (2, 2 * delta.CHUNK, 3, 8)
+    q, k, v = (rng.normal(size=shape).astype(np.float32) for _ in range(3))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    decay, rate = -0.1 * np.abs(q[..., 0]), 1 / (1 + np.exp(-v[..., 0]))
+    state, wanted = np.zeros((2, 3, 8, 8)), []
+    for t in range(shape[1]):
+        state = np.exp(decay[:, t])[..., None, None] * state
+        lacking = v[:, t] - np.einsum("bhkv,bhk->bhv", state, k[:, t])
+        state = state + np.einsum("bh,bhk,bhv->bhkv", rate[:, t], k[:, t], lacking)
+        wanted.append(np.einsum("bhkv,bhk->bhv", state, q[:, t]) / np.sqrt(8))
+    found = delta.gated_delta_rule(*map(jnp.asarray, (q, k, v, decay, rate)))
+    np.testing.assert_allclose(found, np.stack(wanted, 1), rtol=1e-4, atol=1e-5)
