@@ -330,7 +330,10 @@ def test_large_stages_are_planned_at_prices_of_a_byte(
     made: list[PlannedStage] = []
     real = stage_shardings.MeshSearch.at_least_price
 
+    asked: list[tuple[Any, PlannedStage]] = []
+
     def kept(self: Any, free: PlannedStage) -> PlannedStage:
+        asked.append((self, free))
         made.append(real(self, free))
         return made[-1]
 
@@ -340,6 +343,12 @@ def test_large_stages_are_planned_at_prices_of_a_byte(
     assert any(stage.fits for stage in made)
     for stage in made:
         assert 0 < stage.solution.lower_bound <= stage.solution.cost
+    # What takes longer than what is known elsewhere is not lowered.
+    monkeypatch.setattr(stage_shardings.MeshSearch, "lowered", None)
+    search, free_stage = asked[0]
+    assert made[0].step_seconds > free_stage.step_seconds
+    with pytest.raises(TooDear):
+        real(search, free_stage, free_stage.step_seconds)
     assert max(stage.peak_bytes_per_device for stage in found.stages) <= limit
     assert found.estimates.step_seconds <= 1.15 * exact.estimates.step_seconds
 

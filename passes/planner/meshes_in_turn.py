@@ -160,7 +160,7 @@ class _MeshesInTurn:
         by_price = search.is_better_priced(first)
         try:
             if by_price:
-                near = search.at_least_price(first)
+                near = search.at_least_price(first, at_most)
             else:
                 near = search.tightened(first, tries, at_most)
             is_dear = may_wait and not near.fits and near.step_seconds > at_most

@@ -272,13 +272,17 @@ class MeshSearch:
         is_near = needed <= PRICED_WITHIN * self.limit
         return is_near and len(self.built.nodes) > MANY_NODES
 
-    def at_least_price(self, free: PlannedStage) -> PlannedStage:
+    def at_least_price(self, free: PlannedStage, at_most: float = math.inf) -> PlannedStage:
         """The plan at the least price of a byte, of a few, at which it fits; else the dearest.
 
         Which price that is, the rows' account tells, corrected by what it was wrong by for the last
         plan: only what it says will fit is lowered, with the memory that it leaves filled up by
         parts of the plan at the price before. The cost is proven against that of `free`, which no
         plan within a limit is below.
+
+        Raises:
+          TooDear: what the rows say will fit takes more than `at_most` seconds, and longer still at
+            a higher price. Nothing is lowered then.
         """
         rows, bound = memory_rows(self.built, self.memory(free.remat)), free.solution.lower_bound
         once, priced = free.step_seconds / max(free.peak.bytes, 1), MemoryPrices(self.built, rows)
@@ -313,6 +317,8 @@ class MeshSearch:
                 filled = own
                 if number < FILLINGS:
                     filled = priced.filled(own, at(first - 1)[0], self.limit + excess)
+                if not best and filled.cost > at_most * PICOSECONDS:
+                    raise TooDear(filled.cost, math.ceil(at_most * PICOSECONDS))
                 tried = self.lowered(proven(filled), free.remat)
                 excess = self._excess(tried, rows)
                 if tried.fits or filled.assignment == own.assignment:

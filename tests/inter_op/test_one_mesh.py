@@ -332,7 +332,7 @@ def test_of_many_nodes_bytes_have_a_price_unless_far_too_much_is_missing(
 ) -> None:
     priced = list[PlannedStage]()
 
-    def at_least_price(search: MeshSearch, free: PlannedStage) -> PlannedStage:
+    def at_least_price(search: MeshSearch, free: PlannedStage, at_most: float) -> PlannedStage:
         priced.append(free)
         return replace(free, fits=True)
 
