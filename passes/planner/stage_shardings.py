@@ -317,7 +317,8 @@ class MeshSearch:
                 filled = own
                 if number < FILLINGS:
                     filled = priced.filled(own, at(first - 1)[0], self.limit + excess)
-                if not best and filled.cost > at_most * PICOSECONDS:
+                is_dear = not best and filled.cost > at_most * PICOSECONDS
+                if is_dear and at(first)[1] - excess <= self.limit:
                     raise TooDear(filled.cost, math.ceil(at_most * PICOSECONDS))
                 tried = self.lowered(proven(filled), free.remat)
                 excess = self._excess(tried, rows)
