@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,19 +24,24 @@ def stacks_of(loop: Loop, mesh: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
     ]
 
 
-def filled(
-    constants: Iterable[Any], stacks: Sequence[jax.ShapeDtypeStruct], after: Any
-) -> tuple[list[Any], Any]:
-    """Buffers like arrays of one number each, and stacks of zeros, all once another array is there.
+def filled(like: Sequence[jax.Array | jax.ShapeDtypeStruct], after: Any) -> tuple[list[Any], Any]:
+    """Buffers once another array is there: like arrays of one number each, or of zeros.
+
+    Args:
+      like: such an array; of zeros, what a device has.
+      after: what they wait for.
 
     Returns:
       The buffers; and what they wait for, which is read as it is returned.
     """
-    like = [*constants]
-    firsts = [lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()) for x in like]
-    zeros = [jnp.zeros((), x.dtype) for x in stacks]
-    numbers, after = lax.optimization_barrier(([*firsts, *zeros], after))
-    return [*map(lax.broadcast, numbers, (x.shape for x in (*like, *stacks)))], after
+    numbers = [
+        jnp.zeros((), x.dtype)
+        if isinstance(x, jax.ShapeDtypeStruct)
+        else lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
+        for x in like
+    ]
+    numbers, after = lax.optimization_barrier((numbers, after))
+    return [*map(lax.broadcast, numbers, (x.shape for x in like))], after
 
 
 def scan_into(
@@ -46,7 +51,6 @@ def scan_into(
     xs: Any,
     length: int,
     reverse: bool,
-    unroll: int = 1,
 ) -> tuple[Any, list[Any]]:
     """What `jax.lax.scan` makes, of stacks that are there: the same loop, trip by trip.
 
@@ -57,9 +61,7 @@ def scan_into(
       xs: arrays `[length, ...]` of which each trip has its slices.
       length: the number of trips.
       reverse: whether the last slices come first.
-      unroll: 1, trips are not joined.
     """
-    assert unroll == 1, "loops whose trips are joined stack what several make"
 
     def trip(state: tuple[Any, Any, list[Any]]) -> tuple[Any, Any, list[Any]]:
         number, carry, written = state

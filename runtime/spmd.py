@@ -200,17 +200,16 @@ class _Device:
         env.update(zip(values, passed, strict=True))
 
     def fill(self, env: Env, instruction: Instruction, fill: Fill) -> None:
-        """An instruction that writes into buffers, which are filled only when they are needed."""
-        constants = {version: self.read(env, version) for version in fill.constants}
-        stacks = stacks_of(instruction, self.mesh) if isinstance(instruction, Loop) else []
-        buffers, env[fill.after] = filled(constants.values(), stacks, env[fill.after])
-        env.update(zip(constants, buffers, strict=False))
+        """An instruction that writes into buffers that are filled only when they are needed."""
         if isinstance(instruction, Loop):
-            self.loop(env, instruction, buffers[len(constants) :])
-        else:
-            assert isinstance(instruction, Compute)
-            self.compute(env, instruction)
-        env.update(constants)
+            stacks, env[fill.after] = filled(stacks_of(instruction, self.mesh), env[fill.after])
+            self.loop(env, instruction, stacks)
+            return
+        assert isinstance(instruction, Compute) and fill.constant is not None
+        constant = self.read(env, fill.constant)
+        (env[fill.constant],), env[fill.after] = filled([constant], env[fill.after])
+        self.compute(env, instruction)
+        env[fill.constant] = constant
 
     def read(self, env: Env, version: ShardedValue) -> Any:
         value = self.as_it_lies(env, version)
@@ -302,7 +301,8 @@ class _Device:
             return list(map(as_carried, carried, carry)), in_order(made, self.rules)
 
         init = [jnp.asarray(x.value if isinstance(x, TurnedArray) else x) for x in starts]
-        asked = {name: params[name] for name in ("length", "reverse", "unroll")}
+        asked = {name: params[name] for name in ("length", "reverse")}
+        asked |= {"unroll": params["unroll"]} if given is None else {}
         scan_with = lax.scan if given is None else functools.partial(scan_into, given)
         with source_context(instruction.eqn):
             carried, stacks = scan_with(body, init, (trips, stacked), **asked)

@@ -47,7 +47,6 @@ WORTH_SOLVING = 0.25  # of what is missing: what computing again spares where th
 TRIES = 3  # plans between the choice that keeps least and all
 NEARLY = 1.1  # times the limit, what plans chosen for their bytes need where others may fit
 CLEARLY_QUICKER = 1.03  # times what is expected by layers: whole plans take longer
-NEARLY_EXPECTED = 0.97  # of what is expected so, what takes that long is not looked at
 MAY_BE_QUICKER = 1.05  # times what fits: what computes again writes less, and may still be quicker
 
 
@@ -172,7 +171,7 @@ class QuickerAgain:
         """Looks with fewer microbatches than the quickest step has.
 
         If that computes again, what its mesh could not keep of so many rows it may compute again,
-        too. As long as that is quicker, from more to fewer, and may be, as far as layers tell.
+        too. As long as that is quicker, from more to fewer.
 
         Args:
           counts: numbers of microbatches, ascending.
@@ -190,27 +189,9 @@ class QuickerAgain:
         for count in reversed(below):
             before = self.seconds
             if mesh in self._possible(count) and (steps := self._steps(count)):
-                if NEARLY_EXPECTED * self._expected(steps, mesh, expected(count)) >= before:
-                    break
                 self.look(replace(steps, weights=again.weights > 0), mesh)
             if self.seconds >= before:
                 break
-
-    def _expected(
-        self, steps: RecomputedSteps, mesh: tuple[int, ...], free: ExpectedSeconds
-    ) -> float:
-        """What a step takes that computes again what memory has no room for; 0 if nothing tells.
-
-        It takes what it is expected to with any memory, and what is quickest to compute again.
-        """
-        family = steps.values.family
-        if mesh not in free or not family:
-            return 0.0
-        devices = math.prod(mesh)
-        missing = steps.wanted_bytes + steps.crossing_bytes - self._room(devices)
-        place = bisect_left([choice.saved_bytes for choice in family], missing)
-        again = family[min(place, len(family) - 1)].seconds if missing > 0 else 0.0
-        return free[mesh] + steps.split.num_microbatches * again / devices
 
     def _look_instead(
         self,

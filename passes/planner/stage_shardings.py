@@ -282,7 +282,7 @@ class MeshSearch:
 
         Raises:
           TooDear: what the rows say will fit takes more than `at_most` seconds, and longer still at
-            a higher price. Nothing is lowered then.
+            a higher price. That is not lowered.
         """
         rows, bound = memory_rows(self.built, self.memory(free.remat)), free.solution.lower_bound
         once, priced = free.step_seconds / max(free.peak.bytes, 1), MemoryPrices(self.built, rows)

@@ -6,15 +6,16 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import jax
 from jax.extend import core as jex_core
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes.graph.graph import Atom, Graph
 from autopar.passes.graph.primitives import CONTROL_FLOW, EXCHANGE
-from autopar.passes.graph.scans import ScanParts
+from autopar.passes.graph.scans import ScanParts, WhileParts
 from autopar.passes.primitives.factor_rule import Factor, Rules, ValueFactors
 
 BatchDims = dict[Var, frozenset[int]]
@@ -51,10 +52,10 @@ def repeated_dims(graph: Graph, rules: Rules) -> BatchDims:
 
     Learned queries that are tiled for every example and attend to each other first, features of a
     graph's nodes that are repeated: a program says nothing of their rows before they are added to
-    rows of the batch, or multiplied by such. It is looked back from there.
+    rows of the batch, or multiplied by such. It is looked back from there, into loops and branches.
     """
     found = _batch_places(graph, rules)
-    _look_back(graph.jaxpr, found, rules, frozenset(graph.jaxpr.invars))
+    _LookBack(found, rules, frozenset(graph.jaxpr.invars)).through(graph.jaxpr)
     return _dims(found)
 
 
@@ -62,27 +63,94 @@ def _dims(found: Mapping[Var, Places]) -> BatchDims:
     return {var: frozenset(x.dim for x in places) for var, places in found.items()}
 
 
-def _look_back(
-    jaxpr: Jaxpr, found: dict[Var, Places], rules: Rules, inputs: Collection[Var]
-) -> None:
-    """Add where operands have the rows that results have; not of the program's `inputs`."""
-    for eqn in reversed(jaxpr.eqns):
-        name, operands = eqn.primitive.name, list[Places]()
-        if name == "scan":
-            scan = ScanParts.of(eqn)
-            _look_back(scan.body, found, rules, inputs)
-            consts, carries, slices = scan.operands(
-                [found.get(var, NOWHERE) for var in scan.body.invars]
-            )
-            operands = [*consts, *carries, *map(_stacked, slices)]
-        elif name not in CONTROL_FLOW and name != EXCHANGE:
-            results = [found.get(var, NOWHERE) for var in eqn.outvars]
-            if any(results):
-                rule = rules[eqn]
-                operands = _followed(rule.factors, rule.results, results, rule.operands) or []
-        for atom, places in zip(eqn.invars, operands, strict=False):
-            if isinstance(atom, Var) and places and atom not in inputs and not found.get(atom):
-                found[atom] = places
+@dataclass
+class _LookBack:
+    """Adds where operands have the rows that results have; not of the program's `inputs`."""
+
+    found: dict[Var, Places]
+    rules: Rules
+    inputs: frozenset[Var]
+
+    def through(self, jaxpr: Jaxpr) -> None:
+        """From a program's last equation to its first."""
+        for eqn in reversed(jaxpr.eqns):
+            results = [*map(self.read, eqn.outvars)]
+            if eqn.primitive.name == "scan":
+                operands = self.scan(eqn, results)
+            elif eqn.primitive.name == "cond":
+                operands = self.cond(eqn, results)
+            elif eqn.primitive.name == "while":
+                operands = self.loop(eqn, results)
+            elif eqn.primitive.name != EXCHANGE:
+                operands = self.equation(eqn, results)
+            else:
+                operands = []
+            self.add(eqn.invars, operands)
+
+    def equation(self, eqn: JaxprEqn, results: Sequence[Places]) -> list[Places]:
+        """Also where an operand alone tells: a product sums over the rows of two."""
+        known = [*results, *map(self.read, eqn.invars)]
+        if not any(known):
+            return []
+        rule = self.rules[eqn]
+        read = (*rule.results, *rule.operands)
+        return _followed(rule.factors, read, known, rule.operands) or []
+
+    def read(self, atom: Atom) -> Places:
+        return NOWHERE if isinstance(atom, Literal) else self.found.get(atom, NOWHERE)
+
+    def add(self, atoms: Sequence[Atom], known: Sequence[Places]) -> bool:
+        """Notes what is new; whether anything is."""
+        new = {
+            atom: places
+            for atom, places in zip(atoms, known, strict=False)
+            if isinstance(atom, Var)
+            and places
+            and atom not in self.inputs
+            and not self.found.get(atom)
+        }
+        self.found.update(new)
+        return bool(new)
+
+    def body(self, body: Jaxpr, results: Sequence[Places], first_carry: int, carries: int) -> None:
+        """Looks into a loop's body, as often as what is carried in tells of what is carried out."""
+        self.add(body.outvars, results)
+        self.through(body)
+        while self.add(
+            body.outvars[:carries],
+            [*map(self.read, body.invars[first_carry : first_carry + carries])],
+        ):
+            self.through(body)
+
+    def scan(self, eqn: JaxprEqn, results: Sequence[Places]) -> list[Places]:
+        scan = ScanParts.of(eqn)
+        carried, stacks = scan.results(results)
+        made = [*carried, *map(_slices, stacks)]
+        self.body(scan.body, made, scan.num_consts, scan.num_carry)
+        consts, carries, slices = scan.operands([*map(self.read, scan.body.invars)])
+        return [*consts, *carries, *map(_stacked, slices)]
+
+    def loop(self, eqn: JaxprEqn, results: Sequence[Places]) -> list[Places]:
+        loop = WhileParts.of(eqn)
+        own = loop.num_body_consts
+        self.body(loop.body, results, own, len(results))
+        inside = [*map(self.read, loop.body.invars)]
+        return [*[NOWHERE] * loop.num_condition_consts, *inside]
+
+    def cond(self, eqn: JaxprEqn, results: Sequence[Places]) -> list[Places]:
+        operands = [NOWHERE] * (len(eqn.invars) - 1)
+        for branch in eqn.params["branches"]:
+            self.add(branch.jaxpr.outvars, results)
+            self.through(branch.jaxpr)
+            operands = [
+                x or self.read(v) for x, v in zip(operands, branch.jaxpr.invars, strict=True)
+            ]
+        return [NOWHERE, *operands]
+
+
+def _slices(places: Places) -> Places:
+    """Where rows are in the slices of a stack, which has them there."""
+    return frozenset(x._replace(dim=x.dim - 1) for x in places if x.dim)
 
 
 def _stacked(places: Places) -> Places:
@@ -120,7 +188,7 @@ def _batch_places(graph: Graph, rules: Rules) -> dict[Var, Places]:
         found,
         transfer,
         NOWHERE,
-        lambda places: frozenset(x._replace(dim=x.dim - 1) for x in places if x.dim),
+        _slices,
         _stacked,
         through_while=True,
     )

@@ -1,4 +1,4 @@
-"""Buffers that begin as the same constant, filled one after the other rather than all at once.
+"""Buffers that begin as the same constant, and loops' stacks: each is filled in its turn.
 
 XLA:GPU makes one kernel of the broadcasts of a program that are alike, and so the zeros into which
 every layer scatters are there when the first is: the places of experts' tokens in a mixture, once
@@ -45,14 +45,14 @@ SMALL_PART = 1 / 16
 
 
 class Fill(NamedTuple):
-    """What an instruction fills, and what must be there before.
+    """What an instruction fills for itself alone, and what must be there before.
 
     Args:
-      constants: operands that are filled for it alone; a loop fills its stacks as well.
+      constant: its first operand; None: the stacks of a loop.
       after: another operand.
     """
 
-    constants: tuple[ShardedValue, ...]
+    constant: ShardedValue | None
     after: ShardedValue
 
 
@@ -93,17 +93,18 @@ def fills_in_turn(
             alike |= likes
             continue
         alike |= likes
-        constants = tuple(dict.fromkeys(c for _, c in filled if c is not None))
+        constant = filled[0][1]
         most = SMALL_PART * max(local_bytes(v, mesh) for v, _ in filled)
         ready = [
             v
             for v in reads(instruction)
             if v in made
             and v not in numbers
+            and not v.layout.in_host
             and (isinstance(instruction, Loop) or v in buffers or local_bytes(v, mesh) <= most)
         ]
         if ready:
-            found[time] = Fill(constants, max(ready, key=made.__getitem__))
+            found[time] = Fill(constant, max(ready, key=made.__getitem__))
     return found
 
 

@@ -247,7 +247,6 @@ class Moments:
         copied: dict[Hashable, HeapBuffer] = {}
         in_turn = fills_in_turn(self.block, self.mesh, self.rules, self.constants)
         for time, instruction in enumerate(self.block.instructions):
-            own = in_turn[time].constants if time in in_turn else None
             for value, constant in beginnings(instruction, self.constants):
                 self.filling.update(() if constant is None else (constant,))
                 like = value.atom.aval.dtype, aval_shape(value.atom), self.size(value)
@@ -256,7 +255,7 @@ class Moments:
                 if not self.rules.fills_together:
                     is_carried = isinstance(instruction, Loop) and constant is not None
                     found[0] += [value] if is_carried else []
-                elif own is not None and (constant is None or constant in own):
+                elif time in in_turn and constant == in_turn[time].constant:
                     first.setdefault(like, time)
                 elif first.setdefault(like, time) < time:
                     if not self.in_body:

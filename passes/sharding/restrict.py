@@ -21,8 +21,7 @@ scatter those of each microbatch, so that a device has its slice of the sums alo
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -55,12 +54,9 @@ from autopar.passes.sharding.loop_methods import Allowed, LoopMethod
 from autopar.passes.sharding.pins import NO_PINS, Pins
 from autopar.passes.sharding.scopes import aval_shape, itemsize, value_bytes
 from autopar.passes.sharding.strategies import Shape
+from autopar.passes.sharding.tiny_leaves import tiny_bytes
 
 SCATTERED = ("zero2", *GATHERED_PARAMETERS)  # methods whose gradients are reduce-scattered
-TINY_SHARE = 1000  # a state leaf smaller than the whole state over this stays replicated,
-TINY_TOGETHER = 200  # if all that do so are no more than the whole state over this;
-MATRIX_BYTES = 2**16  # larger ones if they are, on each device, no more than its
-TINY_ON_DEVICE = 100  # even part of the state over this
 
 
 @dataclass(frozen=True)
@@ -79,6 +75,7 @@ class Restriction:
     tiny_bytes: int
     from_state: frozenset[Var]
     matching: AxisMatching
+    repeated: Mapping[Var, frozenset[int]] = field(default_factory=dict)
     sum_dtypes: Mapping[Var, str] = field(default_factory=dict)
     loops: LoopMethod | None = None
     hosted: Mapping[int, str] = field(default_factory=dict)
@@ -176,17 +173,23 @@ class Restriction:
     def _batch_factors(self, eqn: JaxprEqn, shape: Shape) -> frozenset[int] | None:
         if self.method not in BATCH_METHODS:
             return None
-        values = (*shape.rule.operands, *shape.rule.results)
-        factors = {
-            factor
-            for atom, value in zip((*eqn.invars, *eqn.outvars), values, strict=True)
-            for dim in self.batch_dims(atom)
-            if (factor := shape.rule.outermost(value[dim])) is not None
-        }
+        factors = self._factors(eqn, shape, self.batch_dims)
         # Optimizers work on whole values in data parallelism; masks and random bits on any part.
         if not factors and (self.method != "data" or not self._reads_state(eqn)):
             return None
-        return frozenset(factors)
+        return frozenset(factors or self._factors(eqn, shape, self.repeated_dims))
+
+    def _factors(
+        self, eqn: JaxprEqn, shape: Shape, dims: Callable[[Atom], frozenset[int]]
+    ) -> set[int]:
+        """The loops in some dimensions of an equation's operands and results."""
+        values = (*shape.rule.operands, *shape.rule.results)
+        return {
+            factor
+            for atom, value in zip((*eqn.invars, *eqn.outvars), values, strict=True)
+            for dim in dims(atom)
+            if (factor := shape.rule.outermost(value[dim])) is not None
+        }
 
     def _reads_state(self, eqn: JaxprEqn) -> bool:
         return any(not isinstance(v, Literal) and v in self.from_state for v in eqn.invars)
@@ -234,8 +237,9 @@ class Restriction:
         dims = self.batch_dims(atom)
         if not dims and self.method != "data":
             return layouts
+        may = dims or self.repeated_dims(atom)
         layouts = tuple(
-            x for x in layouts if all(d in dims for d, axes in enumerate(x.dims) if axes)
+            x for x in layouts if all(d in may for d, axes in enumerate(x.dims) if axes)
         )
         most = max(cuts_product(x, mesh) for x in layouts)
         return tuple(x for x in layouts if cuts_product(x, mesh) == most) if dims else layouts
@@ -258,7 +262,14 @@ class Restriction:
 
     def batch_dims(self, atom: Atom) -> frozenset[int]:
         """The dimensions of a value that hold the batch and that an axis of the mesh divides."""
-        dims = self.dims.get(atom, NONE) if isinstance(atom, Var) else NONE
+        return self._divided(atom, self.dims)
+
+    def repeated_dims(self, atom: Atom) -> frozenset[int]:
+        """The same of what has as many rows as the batch, which may be cut there or not."""
+        return self._divided(atom, self.repeated)
+
+    def _divided(self, atom: Atom, known: Mapping[Var, frozenset[int]]) -> frozenset[int]:
+        dims = known.get(atom, NONE) if isinstance(atom, Var) else NONE
         if not dims:
             return NONE
         shape, sizes = aval_shape(atom), [size for size in self.matching.mesh if size > 1]
@@ -286,7 +297,7 @@ def restriction(
     `kinds`: of the program's loops, for methods that ask for them; `hosted`: leaves that lie, or
     may, in hosts' memory; `repeated`: rows of values made of state; `adds_slices`: `Restriction`.
     """
-    used, tiny = parameters(graph, dims), _tiny_bytes(graph, math.prod(mesh))
+    used, tiny = parameters(graph, dims), tiny_bytes(graph, math.prod(mesh))
     from_state, matching = made_from_state(graph), match_axes(graph.jaxpr, mesh)
     sums = sum_dtypes(graph, dims, reduce_dtype)
     loops = None if kinds is None else LoopMethod(method, kinds, mesh)
@@ -294,38 +305,18 @@ def restriction(
     return Restriction(
         graph,
         method,
-        {**dims, **rows},
+        dims,
         pins,
         used,
         tiny,
         from_state,
         matching,
+        rows,
         sums,
         loops,
         hosted,
         adds_slices=adds_slices,
     )
-
-
-def _tiny_bytes(graph: Graph, devices: int) -> int:
-    """State leaves of fewer bytes stay replicated.
-
-    In a model of many layers, matrices are a small share of the state each and most of it together:
-    so all that are as large are tiny, or none. Beside experts, those of attention may be a small
-    share of the state and a large one of what a device has of it.
-    """
-    leaves = zip(graph.jaxpr.invars, graph.inputs, strict=True)
-    sizes = Counter(value_bytes(var) for var, label in leaves if label.role == "state")
-    state = sum(size * count for size, count in sizes.items())
-    together = 0
-    for size, count in sorted(sizes.items()):
-        together += size * count
-        whole = TINY_TOGETHER
-        if size > MATRIX_BYTES:
-            whole = max(whole, TINY_ON_DEVICE * devices)
-        if size * TINY_SHARE < state < together * whole:
-            return size
-    return math.ceil(state / TINY_SHARE)
 
 
 def check_batch(graph: Graph, method: str, mesh: tuple[int, ...], count: int) -> None:

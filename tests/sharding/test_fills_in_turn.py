@@ -120,7 +120,7 @@ def test_each_waits_for_what_it_reads(small: None) -> None:
     for time, fill in found.items():
         instruction = program.block.instructions[time]
         assert isinstance(instruction, Compute)
-        assert fill.constants == (instruction.operands[0],)
+        assert fill.constant is instruction.operands[0]
         assert fill.after in instruction.operands[1:] and made[fill.after] < time
     assert len({made[fill.after] for fill in found.values()}) >= LAYERS - 1
     for rules in (RULES[CPU], RULES[TPU]):  # their compilers fill a buffer when it is needed

@@ -18,8 +18,8 @@ from autopar.passes.planner.stage_shardings import MeshSearch
 from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.flight import ONE_IN_FLIGHT
 from autopar.passes.sharding.layout import Layout, without_replicas
-from autopar.passes.sharding.restrict import _tiny_bytes
 from autopar.passes.sharding.spmd_program import ShardedValue
+from autopar.passes.sharding.tiny_leaves import tiny_bytes
 from autopar.passes.slicing.slice_stages import slice_stages
 from autopar.passes.trace.trace import trace
 
@@ -60,8 +60,8 @@ def _graph() -> Graph:
 
 def test_a_matrix_is_tiny_by_what_a_device_has_of_the_state() -> None:
     graph, small = _graph(), 256 * 400 * 4
-    assert small < _tiny_bytes(graph, 1) and small < _tiny_bytes(graph, 8)
-    assert small >= _tiny_bytes(graph, 64)
+    assert small < tiny_bytes(graph, 1) and small < tiny_bytes(graph, 8)
+    assert small >= tiny_bytes(graph, 64)
 
 
 def test_replicas_of_what_is_received_have_their_price() -> None:
