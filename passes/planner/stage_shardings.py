@@ -65,8 +65,8 @@ def prepare(
     kinds = loop_kinds(graph, rules) if options.method in LOOP_METHODS else None
     hosted = host_leaves(graph, options.offload, dims) if cluster.host_bandwidth else {}
     asked = graph, options.method, dims, mesh, pins, options.reduce_dtype, kinds, hosted
-    rows = split.repeated_dims if options.method == "data" else dims
-    allowed = restriction(*asked, rows, rules_of(cluster.device.name).adds_slices)
+    repeated = split.repeated_dims if options.method == "data" else {}
+    allowed = restriction(*asked, repeated, rules_of(cluster.device.name).adds_slices)
     pricing = Pricing(cluster, mesh, allowed.reduce_scatter, split.traffic(cluster.device.name))
     buffers = split.buffers(cluster.device.name, math.prod(mesh))
     return build(split.step, rules, mesh, pricing, allowed, buffers), pricing, dims

@@ -10,7 +10,7 @@ of which two were needed.
 
 What loops stack is the same: layers that each have a scan of their own, over chunks of a sequence
 as linear attention has or over its steps, kept the stacks of all layers' backward passes from the
-first scan on (twelve layers of `benchmarks/models/delta.py`: 24.6 GiB, and 7.4 so). What loops
+first scan on (twelve layers of `benchmarks/models/delta.py`: 24.6 GiB, and 7.5 so). What loops
 carry is left as it is: sums of gradients, mostly, which live until XLA has reduced several layers'
 together.
 """
