@@ -92,6 +92,11 @@ def _is_taken_apart(
                 taken = made.aval.shape
                 if len(taken) < len(var.aval.shape) or taken[place] < var.aval.shape[place]:
                     return True
+            elif reader.primitive.name == "unstack":  # what `q, k, v = y` is from JAX 0.12 on
+                axis = reader.params["axis"]
+                if axis == place:
+                    return True
+                left += [(part, place - (axis < place)) for part in reader.outvars]
             elif reader.primitive.name == "transpose":
                 left.append((made, reader.params["permutation"].index(place)))
             elif made.aval.shape == var.aval.shape:
