@@ -72,6 +72,7 @@ CASES = (
     case("graph-small", 512, method="zero2", microbatches=2),
     case("llama3-8B", 8, remat=True, method="zero3")._replace(fields=WRITTEN_OUT),
     case("delta-1.6B", 32, remat=True, method="zero3"),
+    case("lstm-180M", 256, remat=True, method="zero3"),
 )
 HELD_OUT = (
     case("gpt-760M", 32, remat=True, method="zero3"),
@@ -110,7 +111,6 @@ HELD_OUT = (
     case("gpt-350M", 64, remat=True, method="data", stages=2, microbatches=4),
     case("llama3-8B", 16, remat=True, method="zero2", microbatches=2)._replace(fields=WRITTEN_OUT),
     case("llama3-8B", 8, method="zero3")._replace(fields=WRITTEN_OUT),
-    case("lstm-180M", 256, remat=True, method="zero3"),
     case("delta-1.6B", 64, remat=True, method="zero2", microbatches=2),
 )
 ALL = (*CASES, *(item._replace(held_out=True) for item in HELD_OUT))

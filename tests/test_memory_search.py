@@ -328,9 +328,8 @@ def test_large_stages_are_planned_at_prices_of_a_byte(
     limit = max(stage.peak_bytes_per_device for stage in free.stages) * 15 // 16
     exact = plan(limit)
     made: list[PlannedStage] = []
-    real = stage_shardings.MeshSearch.at_least_price
-
     asked: list[tuple[Any, PlannedStage]] = []
+    real = stage_shardings.MeshSearch.at_least_price
 
     def kept(self: Any, free: PlannedStage) -> PlannedStage:
         asked.append((self, free))

@@ -64,7 +64,8 @@ class Restriction:
     """The layouts and factors that a method, the pins and the devices allow.
 
     If it `adds_slices`, whole parameters of whose optimizer state devices have a slice are updated
-    as slices and gathered then; else the updates are gathered.
+    as slices and gathered then; else the updates are gathered. What is made of the state and is
+    `repeated` for the rows of the batch may be cut along them or not; `dims` are cut.
     """
 
     graph: Graph
@@ -294,8 +295,9 @@ def restriction(
 ) -> Restriction:
     """The restriction of a method on one program and a logical mesh.
 
-    `kinds`: of the program's loops, for methods that ask for them; `hosted`: leaves that lie, or
-    may, in hosts' memory; `repeated`: rows of values made of state; `adds_slices`: `Restriction`.
+    `kinds`: of the program's loops, for the methods that ask for them; `hosted`: leaves that may or
+    must lie in the hosts' memory; `repeated`: where as many rows are as the batch has, of any value
+    (`batch_dims.repeated_dims`); `adds_slices`: see `Restriction`.
     """
     used, tiny = parameters(graph, dims), tiny_bytes(graph, math.prod(mesh))
     from_state, matching = made_from_state(graph), match_axes(graph.jaxpr, mesh)
