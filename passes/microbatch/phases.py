@@ -16,7 +16,7 @@ from jax.extend.core import DropVar, JaxprEqn, Var
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import equation_key, variables
-from autopar.passes.graph.primitives import PULLED
+from autopar.passes.graph.primitives import CHEAP, ELEMENTWISE, PULLED, RESHAPES
 from autopar.passes.microbatch.batch_states import WHOLE, Form, Place
 from autopar.passes.microbatch.equations import Context, Decision, is_control_flow
 from autopar.passes.microbatch.liveness import (
@@ -65,11 +65,13 @@ class _Sweep:
     context: Context
     pulled: frozenset[int]
     same: Mapping[Var, Var]
+    masks: frozenset[Var]
     # WHOLE here means: before the loop.
     loop_demand: Demand = field(default_factory=lambda: Demand(set))
     late_demand: set[Var] = field(default_factory=set)
     early_demand: set[Var] = field(default_factory=set)
     made_for: set[Var] = field(default_factory=set)  # what a step of the loop reads as it is made
+    written_for: set[Var] = field(default_factory=set)  # what one reads that is no elementwise one
     prologue: list[PhaseStep] = field(default_factory=list)
     loop: list[PhaseStep] = field(default_factory=list)
     epilogue: list[PhaseStep] = field(default_factory=list)
@@ -90,10 +92,12 @@ class _Sweep:
 
     def within(self, steps: list[PhaseStep]) -> None:
         for step in steps:
-            made_for = step.eqn.primitive.name not in TAKE_ANY_ORDER
+            name = step.eqn.primitive.name
             for var, form in ((self.kept(var), form) for var, form in step.reads):
-                if made_for:
+                if name not in TAKE_ANY_ORDER:
                     self.made_for.add(var)
+                if name not in ELEMENTWISE | RESHAPES:
+                    self.written_for.add(var)
                 state = self.forward.states[var]
                 # A partial result of a whole value is taken from the whole one.
                 whole = isinstance(form, str) and state.kind == "whole" and form != state.form
@@ -161,13 +165,16 @@ class _Sweep:
         """Whether each microbatch makes a whole value of its own, which costs it next to nothing.
 
         Before the loop it would be held through it: the zeros to which a gradient's rows are added
-        beside their copy, a table of tied embeddings in two orders.
+        beside their copy, a table of tied embeddings in two orders. A causal mask that is there
+        before the loop is an array that XLA:GPU writes for all heads of a layer, where it fuses
+        what the loop itself makes of positions into its readers.
         """
         alone = self.early_demand.isdisjoint(eqn.outvars)
         whole = all(asked_for <= {WHOLE} for asked_for in forms)
         constant = not variables(eqn.invars) and not is_control_flow(eqn)
         is_order = eqn.primitive.name in MADE_INSIDE and self.made_for.isdisjoint(eqn.outvars)
-        return alone and whole and (constant or is_order)
+        is_mask = self.masks.issuperset(eqn.outvars) and self.written_for.isdisjoint(eqn.outvars)
+        return alone and whole and (constant or is_order or is_mask)
 
     def _in_loop(
         self, eqn: JaxprEqn, decision: Decision, forms: list[set[Form]], late: list[bool]
@@ -235,7 +242,7 @@ class _Sweep:
 def find_phases(forward: Forward, context: Context) -> Phases:
     """Assign every equation that a result needs to its phases."""
     same = _same(forward)
-    sweep = _Sweep(forward, context, _pulled(forward), same)
+    sweep = _Sweep(forward, context, _pulled(forward), same, _masks(forward))
     jaxpr = forward.jaxpr
     sweep.late_demand.update(map(sweep.kept, variables(jaxpr.outvars)))
     for index in range(len(jaxpr.eqns) - 1, -1, -1):
@@ -274,6 +281,18 @@ def _same(forward: Forward) -> dict[Var, Var]:
             if is_kept and forward.state(other).kind == "whole":
                 same[var] = same.get(other, other)
     return same
+
+
+def _masks(forward: Forward) -> frozenset[Var]:
+    """What is made of nothing but positions and numbers, element by element, with little work."""
+    found: set[Var] = set()
+    for eqn, decision in zip(forward.jaxpr.eqns, forward.decisions, strict=True):
+        name = eqn.primitive.name
+        light = name in CHEAP & (ELEMENTWISE | RESHAPES) and not eqn.effects
+        made_of_those = decision.mode == "whole" and found.issuperset(variables(eqn.invars))
+        if made_of_those and (light or name == "iota"):
+            found.update(eqn.outvars)
+    return frozenset(found)
 
 
 # Where a linear equation on sums is evaluated: after the loop, unless its result takes fewer bytes

@@ -466,3 +466,25 @@ def test_a_transpose_from_which_rows_are_gathered_is_made_once() -> None:
 
     analysis = check_split(step, (normal(0, 4, 16), jnp.arange(8) % 5), 4)
     assert "transpose" in [x.eqn.primitive.name for x in analysis.phases.prologue]
+
+
+def test_a_causal_mask_is_made_inside_the_loop_unless_something_reads_it_whole() -> None:
+    """Before it, XLA:GPU has an array that it writes for all heads of every layer."""
+
+    def step(w: Any, x: Any, written: bool) -> Any:
+        def loss_fn(w: Any) -> Any:
+            queries = x @ w
+            mask = jnp.tril(jnp.ones((6, 6), bool))
+            scores = jnp.where(mask, queries @ jnp.swapaxes(x, 1, 2), -1e9)
+            seen = (mask.astype(x.dtype) @ x) if written else x
+            return jnp.mean((jax.nn.softmax(scores) @ seen) ** 2)
+
+        return jax.value_and_grad(loss_fn)(w)
+
+    args = (normal(0, 4, 4), normal(1, 8, 6, 4))
+    for written in (False, True):
+        analysis = check_split(functools.partial(step, written=written), args, 4)
+        phases = analysis.phases
+        made = {x.eqn.primitive.name for x in phases.loop if x.eqn.outvars[0].aval.shape == (6, 6)}
+        assert ("ge" in made) is not written
+        assert ("ge" in {x.eqn.primitive.name for x in phases.prologue}) is written
