@@ -55,7 +55,7 @@ from autopar.passes.sharding.turned_gathers import turned_gathers
 from autopar.passes.sharding.turned_sums import turned_sums
 from autopar.passes.sharding.waiting import Tie
 from autopar.runtime.all_reduce import all_reduce
-from autopar.runtime.filled_buffers import filled, scan_into, stacks_of
+from autopar.runtime.filled_buffers import filled, run_loop, stacks_of
 from autopar.runtime.host_callbacks import HostCallbacks
 from autopar.runtime.loop_carries import added_in_loop, as_carried, in_order
 from autopar.runtime.matrices import one_by_one
@@ -280,7 +280,7 @@ class _Device:
         return self.index(range(len(self.mesh))) == 0
 
     def loop(self, env: Env, instruction: Loop, given: Sequence[Any] | None = None) -> None:
-        """A scan; into stacks, if they are given."""
+        """A scan, or what stands for a `while`; into stacks, if they are given."""
         params = instruction.eqn.params
         scan = ScanParts.of(instruction.eqn)
         operands = [self.as_it_lies(env, version) for version in instruction.operands]
@@ -301,11 +301,8 @@ class _Device:
             return list(map(as_carried, carried, carry)), in_order(made, self.rules)
 
         init = [jnp.asarray(x.value if isinstance(x, TurnedArray) else x) for x in starts]
-        asked = {name: params[name] for name in ("length", "reverse")}
-        asked |= {"unroll": params["unroll"]} if given is None else {}
-        scan_with = lax.scan if given is None else functools.partial(scan_into, given)
         with source_context(instruction.eqn):
-            carried, stacks = scan_with(body, init, (trips, stacked), **asked)
+            carried, stacks = run_loop(params, body, init, (trips, stacked), given)
         env.update(zip(instruction.results, [*carried, *stacks], strict=True))
 
     def branch(self, env: Env, instruction: Branch) -> None:

@@ -21,6 +21,7 @@ from autopar.passes.graph import jax_compat, primitives, source_infos
 from autopar.passes.graph.barriers import is_barrier, part_of_barrier, passed_by_barrier
 from autopar.passes.graph.cond_literals import with_literals_inside
 from autopar.passes.graph.held_constants import HeldConstants, passed_down
+from autopar.passes.graph.library_primitives import stands_for
 from autopar.passes.graph.plain_equations import plain
 from autopar.passes.graph.platforms import known_branch, only_platform
 from autopar.passes.graph.selected_branches import are_selected, product_flops, selections
@@ -215,6 +216,8 @@ def _called(eqn: JaxprEqn, operands: list[Atom]) -> tuple[ClosedJaxpr | None, li
         operands = [*operands[first : first + lengths.solve], *operands[rest:]]
     elif primitives.BODY_PARAM.get(name) in params:
         called = params[primitives.BODY_PARAM[name]]
+    else:
+        called = stands_for(eqn)
     is_open = isinstance(called, Jaxpr) and not isinstance(called, ClosedJaxpr)  # one in JAX 0.11
     return ClosedJaxpr(called, ()) if is_open else called, operands
 

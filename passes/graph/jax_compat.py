@@ -13,7 +13,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, update_wrapper
+from functools import cache, partial, update_wrapper
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -233,6 +233,29 @@ def expanded(eqn: JaxprEqn) -> ClosedJaxpr:
     """
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     return jax.make_jaxpr(lambda *xs: eqn.primitive.to_lojax(*xs, **eqn.params))(*shapes)
+
+
+def library_function(primitive: Any) -> Callable[..., Any] | None:
+    """The function that a primitive of another library than JAX stands for, of operands and params.
+
+    Its results are a list if the primitive has several. None of primitives that JAX knows itself,
+    and of those whose lowering writes operations of XLA, on any platform.
+
+    Libraries register `mlir.lower_fun(function)` as the lowering, and no public name finds it.
+    """
+    entry: Any = mlir._lowerings.get(primitive)
+    rule = getattr(entry, "rule", entry)  # it may have other fields beside
+    if getattr(rule, "__qualname__", "") != "lower_fun.<locals>.f_lowered":
+        return None
+    if any(primitive in rules for rules in mlir._platform_specific_lowerings.values()):
+        return None
+    found = inspect.getclosurevars(rule).nonlocals.get("fun")
+    named: Any = found
+    while isinstance(named, partial):
+        named = named.func
+    module = getattr(named, "__module__", None) or "jax"
+    is_own = module.partition(".")[0] in ("jax", "autopar")
+    return None if is_own or not callable(found) else found
 
 
 class JitArguments(NamedTuple):

@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import PRODUCTS
+from autopar.passes.graph.tested_loops import GOES_ON
 from autopar.passes.pieces.pieces import Pieces, StagePiece
 from autopar.passes.pieces.taking_over import fresh_outputs
 from autopar.passes.primitives.factor_rule import Rules
@@ -39,13 +40,14 @@ class InstructionTime(NamedTuple):
     """What a step's runs of an instruction take: all of it, and of that what devices exchange.
 
     It stands in a `block`; the `stack` is the name stack of the loops around it. It runs so many
-    `times`.
+    `times`, of which nobody `knows_trips` if it is in a loop of unknown length: one trip counts.
     """
 
     instruction: Compute | Relayout
     block: Block
     stack: str
     times: int
+    knows_trips: bool
     seconds: float
     moving_seconds: float
 
@@ -72,7 +74,9 @@ class PieceCosts:
                 hidden += self.pricing.cluster.overlap * each
         return seconds - min(hidden, computing)
 
-    def each(self, block: Block, times: int = 1, stack: str = "") -> Iterator[InstructionTime]:
+    def each(
+        self, block: Block, times: int = 1, stack: str = "", knows_trips: bool = True
+    ) -> Iterator[InstructionTime]:
         """What the instructions of a block take if it runs so many times.
 
         Those of loops take all trips; of branches those of the one that takes longest do.
@@ -81,18 +85,22 @@ class PieceCosts:
           block: the block.
           times: how often it runs.
           stack: the name stack of the loops around it.
+          knows_trips: whether that is known.
         """
         for instruction in block.instructions:
             if isinstance(instruction, Loop):
                 length: int = instruction.eqn.params["length"]
                 inner = inside(stack, instruction.eqn)
-                yield from self.each(instruction.body, times * length, inner)
+                known = knows_trips and GOES_ON not in instruction.eqn.params
+                yield from self.each(instruction.body, times * length, inner, known)
             elif isinstance(instruction, Branch):
                 longest = max(instruction.blocks, key=self.seconds)
-                yield from self.each(longest, times, inside(stack, instruction.eqn))
+                yield from self.each(longest, times, inside(stack, instruction.eqn), knows_trips)
             else:
+                known = knows_trips and not _is_while(instruction)
                 taken = self._instruction(instruction), self._moving(instruction)
-                yield InstructionTime(instruction, block, stack, times, *(times * x for x in taken))
+                each = (times * x for x in taken)
+                yield InstructionTime(instruction, block, stack, times, known, *each)
 
     def by_kind(self, block: Block) -> dict[str, float]:
         """Seconds of one run of a block: "products", "collectives", and the "rest"."""
@@ -202,6 +210,10 @@ class PieceCosts:
             length: int = instruction.eqn.params["length"]
             return length * self.seconds(instruction.body)
         return max(self.seconds(inner) for inner in instruction.blocks)
+
+
+def _is_while(instruction: Compute | Relayout) -> bool:
+    return isinstance(instruction, Compute) and instruction.eqn.primitive.name == "while"
 
 
 @lru_cache(4096)  # layers have the same layouts

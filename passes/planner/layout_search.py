@@ -20,6 +20,7 @@ from autopar.passes import microbatch
 from autopar.passes.graph.fingerprint import fingerprint
 from autopar.passes.graph.graph import Graph, batch_sizes
 from autopar.passes.graph.microbatched import in_phases
+from autopar.passes.graph.tested_loops import with_tests_in_bodies
 from autopar.passes.planner.asked_loops import with_asked_loops
 from autopar.passes.planner.automatic_stages import AutomaticStages
 from autopar.passes.planner.candidates import Keep, PlannedStep, Report, plan_layout
@@ -152,16 +153,17 @@ class LayoutSearch:
             return self.known.splits[count, has_loop]
         if count == 1:
             whole = tuple(OutputCertificate(label.path, "whole batch") for label in graph.outputs)
-            step, rules = in_phases(graph), self.rules
+            step, rules = with_tests_in_bodies(in_phases(graph)), self.rules
             if is_pipeline:
-                step = microbatch.in_one_microbatch(graph, self.rules)
+                step = with_tests_in_bodies(microbatch.in_one_microbatch(graph, self.rules))
+            if step.graph is not graph:
                 rules = populate(step.graph.jaxpr)
             split = SplitStep(step, rules, whole, rewriting=self.rewriting)
             return self.known.keep_split(count, has_loop, split)
         check_splits(self.rewriting, count)
         self.report(f"splitting the batch into {count} microbatches")
         analysis = self.analysis(count, is_pipeline, later_loops)
-        step = microbatch.split(graph, analysis)
+        step = with_tests_in_bodies(microbatch.split(graph, analysis))
         rules = populate(step.graph.jaxpr)
         asked = analysis.certificate, count, self.rewriting
         if len(step.loops) > 1:

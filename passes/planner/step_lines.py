@@ -35,8 +35,9 @@ MOST_WARNED = 3
 
 @dataclass
 class _Times:
-    """Seconds of one line."""
+    """Seconds of one line, and whether one trip counts for some of them."""
 
+    knows_trips: bool = True
     by_operation: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     by_kind: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     by_pass: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -74,6 +75,7 @@ def step_lines(
         own.by_kind["communication"] += took[1]
         own.by_pass[x.when] += sum(took)
         own.by_operation[x.operation] += sum(took)
+        own.knows_trips &= x.knows_trips
     rest = known[UserLine()].by_kind
     rest["memory"] += compute_seconds - computing * computed if computing == 1 else 0.0
     rest["communication"] += communication_seconds - moving * moved if moving == 1 else 0.0
@@ -137,8 +139,8 @@ def warn_of_trips(lines: StepLines | None) -> None:
     warn(
         f"One trip is counted of loops that run as long as something is true, in {told}.",
         None,
-        "nothing says how often they will run, and every device runs them whole.",
-        "jax.lax.scan, and jax.lax.fori_loop between Python numbers, are counted and divided.",
+        "nothing says how often they will run.",
+        "jax.lax.scan, and jax.lax.fori_loop between Python numbers, are counted.",
     )
 
 
@@ -180,10 +182,13 @@ def _longest(known: Mapping[UserLine, _Times]) -> tuple[LineTime, ...]:
 
 def _line(place: UserLine, own: _Times) -> LineTime:
     longest = sorted(own.by_operation.items(), key=lambda item: (-item[1], item[0]))
+    names = [name for name, seconds in longest[:3] if seconds > 0]
+    if not own.knows_trips and "while" not in names:
+        names.append("while")
     return LineTime(
         source=place.source,
         function=place.function,
-        operations=tuple(name for name, seconds in longest[:3] if seconds > 0),
+        operations=tuple(names),
         product_seconds=own.by_kind["product"],
         memory_seconds=own.by_kind["memory"],
         communication_seconds=own.by_kind["communication"],

@@ -55,7 +55,8 @@ class UserLine(NamedTuple):
 class Timed(NamedTuple):
     """What an instruction takes in a step, and of that what devices exchange; where, and when.
 
-    `read_bytes` are those of a device that others read of what a checkpoint computes again.
+    `read_bytes` are those of a device that others read of what a checkpoint computes again. One
+    trip counts of a loop of which nobody `knows_trips`.
     """
 
     instruction: Compute | Relayout
@@ -64,6 +65,7 @@ class Timed(NamedTuple):
     when: str
     seconds: float
     moving: float
+    knows_trips: bool = True
     read_bytes: int = 0
 
     @property
@@ -118,7 +120,7 @@ class MeshTimes:
                 if key in seen and isinstance(x.instruction, Compute) and when in ("", "forward"):
                     when = "again"
                 read = self._read_bytes(x, piece.stage) if when == "checkpoint" else 0
-                taken = x.seconds, x.moving_seconds
+                taken = x.seconds, x.moving_seconds, x.knows_trips
                 yield Timed(x.instruction, piece.stage, place, when, *taken, read)
             seen |= own
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn, Var
@@ -13,6 +14,7 @@ from autopar.passes.graph.graph import user_source
 from autopar.passes.graph.host_values import is_put_away
 from autopar.passes.graph.microbatched import Microbatched, Task
 from autopar.passes.graph.primitives import CONTROL_FLOW, OPENS_GROUP, UNFUSED
+from autopar.passes.graph.tested_loops import as_scan
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.group_tiling import GROUPED
 from autopar.passes.primitives.own_rules import elementwise
@@ -112,7 +114,11 @@ class _Walk(ControlFlowBuilder):
                 begins.setdefault(tasks[number], self.built.time)
             values = [self.read(env, atom) for atom in eqn.invars]
             name = eqn.primitive.name
-            if name == "scan":
+            if name == "while" and (loop := as_scan(eqn)) is not None:
+                name = "scan"
+                entry, results = self.scan(scope, loop, values)
+                entry = replace(entry, part_of=eqn)
+            elif name == "scan":
                 entry, results = self.scan(scope, eqn, values)
             elif name == "cond":
                 entry, results = self.cond(scope, eqn, values)

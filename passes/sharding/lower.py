@@ -15,6 +15,7 @@ from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom
 from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.graph.scans import ScanParts
+from autopar.passes.graph.tested_loops import GOES_ON
 from autopar.passes.sharding import strategies as st
 from autopar.passes.sharding.compiler_rules import rules_of
 from autopar.passes.sharding.effects import check_effects
@@ -308,8 +309,7 @@ class _Lowering:
         self._compute(entry, whole, once=bool(eqn.effects))
 
     def _scan(self, entry: Entry) -> None:
-        eqn = entry.eqn
-        scan = ScanParts.of(eqn)
+        eqn, scan = entry.eqn, ScanParts.of(entry.eqn)
         num_inputs = len(scan.body.invars)
         inner = self._boundaries(scan.body.invars, entry.boundaries[:num_inputs])
         lowering = self._settle(entry, scan, inner)
@@ -324,7 +324,7 @@ class _Lowering:
         operands = tuple(map(self.get, eqn.invars, (*consts, *carries, *map(stacked, slices))))
         inputs = tuple(map(ShardedValue, scan.body.invars, inner))
         block = Block(inputs, tuple(lowering.instructions), outs)
-        task = self.context.task(eqn)
+        task = self.context.task(entry.part_of or eqn)
         self.instructions.append(Loop(eqn, operands, results, block, task))
         completed = [
             made.layout if node is None else self.context.layout(node)
@@ -340,10 +340,10 @@ class _Lowering:
         ]
 
     def _settle(self, entry: Entry, scan: ScanParts, inner: list[Layout]) -> _Lowering:
-        """Lower a body; small carries stay partial where its results are (fixpoint, in `inner`)."""
+        """Lower a body; small carries but `GOES_ON` stay partial where results are (in `inner`)."""
         positions = range(scan.num_consts, scan.num_consts + scan.num_carry)
         small = [position for position in positions if entry.boundaries[position] is None]
-        fixed: set[int] = set()
+        fixed = {scan.num_consts + x for name, x in entry.eqn.params.items() if name == GOES_ON}
         while True:
             inputs = tuple(map(ShardedValue, scan.body.invars, inner))
             lowering = _Lowering(self.context, None, inputs)

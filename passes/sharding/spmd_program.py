@@ -95,6 +95,8 @@ class Relayout(Wired):
         inside = adding(self.steps) if self.sum_dtype else ()
         for place, step in enumerate(self.steps):
             dtype = jnp.dtype(self.sum_dtype) if place in inside else atom.aval.dtype
+            if step.kind == "all-reduce" and dtype == jnp.bool_:
+                dtype = jnp.dtype(jnp.int32)  # as `all_reduce` sends them
             yield step, dtype, dtype_bytes(dtype) * step.elements(whole)
 
 

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from autopar.base.errors import AutoparError, UnknownPrimitiveWarning
 from autopar.passes import microbatch
 from autopar.passes.graph.graph import Graph, check
 from autopar.passes.graph.microbatched import Microbatched, in_phases
+from autopar.passes.graph.tested_loops import with_tests_in_bodies
 from autopar.passes.pieces.cutting import uncut
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.planner.candidates import parts_of
@@ -43,16 +45,43 @@ from sharding.steps import (
 )
 
 MESH = (4, 2)
+
+
+def settling_step(weights: Any, batch: Any) -> Any:
+    """Each row is iterated until it is small, then the last layer learns from it."""
+
+    def row(x: Any) -> Any:
+        def goes_on(carry: Any) -> Any:
+            return (carry[1] < 6) & (jnp.max(jnp.abs(carry[0])) > 0.4)
+
+        def body(carry: Any) -> Any:
+            return jnp.tanh(carry[0] @ weights["fixed"]), carry[1] + 1
+
+        return jax.lax.while_loop(goes_on, body, (x, 0))
+
+    found, trips = jax.lax.stop_gradient(jax.vmap(row)(batch))
+    loss, gradient = jax.value_and_grad(lambda w: jnp.mean((found @ w - batch) ** 2))(
+        weights["head"]
+    )
+    return {**weights, "head": weights["head"] - 0.1 * gradient}, (loss, trips)
+
+
+def settling_shapes() -> Any:
+    return {"fixed": shaped(16, 16), "head": shaped(16, 16)}, shaped(32, 16)
+
+
 STEPS = {
     "momentum": (momentum_step, momentum_shapes()),
     "recurrent": (recurrent_step, recurrent_shapes()),
+    "settling": (settling_step, settling_shapes()),
 }
 
 
 def split(graph: Graph, count: int) -> Microbatched:
     if count == 1:
-        return in_phases(graph)
-    return microbatch.split(graph, microbatch.analyze(graph, populate(graph.jaxpr), count))
+        return with_tests_in_bodies(in_phases(graph))
+    analysis = microbatch.analyze(graph, populate(graph.jaxpr), count)
+    return with_tests_in_bodies(microbatch.split(graph, analysis))
 
 
 @functools.cache
@@ -93,7 +122,10 @@ def test_every_assignment_is_a_program(name: str, count: int, seed: int) -> None
         assert communication <= ilp_seconds(built, assignment) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("name", "count"), [("momentum", 2), ("recurrent", 1), ("recurrent", 2)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("momentum", 2), ("recurrent", 1), ("recurrent", 2), ("settling", 1), ("settling", 2)],
+)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_assignments_compute_the_step(name: str, count: int, seed: int) -> None:
     split_step, passes, built = prepared(name, count)
