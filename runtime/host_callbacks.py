@@ -15,18 +15,36 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.arrays.typed_keys import is_key
+from autopar.passes.primitives.cuts import bind_with
 from autopar.passes.primitives.localize import bind_local
+
+CALLBACKS = frozenset(("pure_callback", "io_callback"))
+"""Primitives that take values from the host."""
 
 
 class HostCallbacks:
-    """The callbacks of one device's program, and what they have raised."""
+    """The callbacks of one device's program, and what they have raised.
 
-    def __init__(self) -> None:
+    JAX compiles no callback for devices that are not there, which have no hosts (`has_hosts`):
+    effects are left out, and zeros stand for what a callback returns.
+    """
+
+    def __init__(self, has_hosts: bool = True) -> None:
         self._errors: list[BaseException] = []
-        self._may_raise = False
+        self._has_hosts, self._may_raise = has_hosts, False
+
+    def called(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+        """What a callback returns, on every device."""
+        if self._has_hosts:
+            return bind_with(eqn, operands, {})
+        made = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+        made, _ = lax.optimization_barrier((made, list(operands)))
+        return list(made)
 
     def once(self, eqn: Any, operands: Sequence[Any], is_first: jax.Array) -> None:
         """Runs an equation on the first device; an error of its callback waits."""
+        if not self._has_hosts:
+            return
         if eqn.primitive.name == "debug_callback":
             self._may_raise = True
             callback = self._holding(eqn.params["callback"])

@@ -56,7 +56,7 @@ from autopar.passes.sharding.turned_sums import turned_sums
 from autopar.passes.sharding.waiting import Tie
 from autopar.runtime.all_reduce import all_reduce
 from autopar.runtime.filled_buffers import filled, run_loop, stacks_of
-from autopar.runtime.host_callbacks import HostCallbacks
+from autopar.runtime.host_callbacks import CALLBACKS, HostCallbacks
 from autopar.runtime.loop_carries import added_in_loop, as_carried, in_order
 from autopar.runtime.matrices import one_by_one
 from autopar.runtime.sent_numbers import as_sent, is_sent_otherwise
@@ -71,16 +71,18 @@ def block_function(
     axis_names: tuple[str, ...],
     block: Block,
     rules: CompilerRules = RULES[CPU],
+    has_hosts: bool = True,
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """The function of local arrays that `jax.shard_map` runs on every device of the mesh.
 
     Where `rules.keeps_order`, compilers keep to the block's order if that saves memory
     (`run_order`), and the gradients of filters are laid in the order of dimensions that the filters
-    have.
+    have. Devices without hosts, for which programs are compiled alone, call nobody back.
     """
 
     def of_device(arrays: Sequence[Any]) -> list[Any]:
         device = _Device(mesh, axis_names, rules)
+        device.callbacks = HostCallbacks(has_hosts)
         return device.callbacks.raised_after(device.block(block, arrays), device.is_first)
 
     return of_device
@@ -271,6 +273,8 @@ class _Device:
                 return [product_in_tiles(eqn, operands, self.rules.grouped, order)]
             if self.rules.grouped.has_kernel and has_parts(eqn):
                 return [product_by_parts(eqn, operands)]
+        if eqn.primitive.name in CALLBACKS:
+            return self.callbacks.called(eqn, operands)
         if self.rules.backend == CPU and eqn.primitive.name in MATRIX_FUNCTIONS:
             return one_by_one(eqn, operands, changes)
         return bind_with(eqn, within_bounds(eqn, operands, changes), changes)
@@ -281,8 +285,7 @@ class _Device:
 
     def loop(self, env: Env, instruction: Loop, given: Sequence[Any] | None = None) -> None:
         """A scan, or what stands for a `while`; into stacks, if they are given."""
-        params = instruction.eqn.params
-        scan = ScanParts.of(instruction.eqn)
+        params, scan = instruction.eqn.params, ScanParts.of(instruction.eqn)
         operands = [self.as_it_lies(env, version) for version in instruction.operands]
         consts, starts, stacks_read = scan.operands(operands)
         stacked = [x for x in stacks_read if not isinstance(x, TurnedArray)]

@@ -180,7 +180,7 @@ class StagePrograms:
         devices = list(mesh.devices.flat)
         absent, kind = self.are_absent, devices[0].device_kind
         rules = rules_of(kind) if absent else rules_here(devices, [piece.block])
-        run = block_function(program.mesh, program.axis_names, piece.block, rules)
+        run = block_function(program.mesh, program.axis_names, piece.block, rules, not absent)
 
         def size(port: Port) -> int:
             return count if port.stacked else 1

@@ -93,6 +93,22 @@ def test_a_pipeline_for_absent_devices_compiles_every_distinct_piece_once(
     refuses_all(made)
 
 
+def test_absent_devices_call_nobody_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX compiles no callback for devices whose hosts are not there."""
+
+    def told(weights: Any, rows: Any) -> Any:
+        new, loss = step(weights, rows)
+        jax.debug.print("loss {loss}", loss=loss)
+        kind = jax.ShapeDtypeStruct(loss.shape, loss.dtype)
+        return new, jax.pure_callback(np.asarray, kind, loss)
+
+    options: Any = {"devices": jax.devices(), "method": "data", "microbatches": 1}
+    assert "callback" in autopar.compile(told, WEIGHTS, ROWS, **options).hlo()
+    for module in (compiled_only, compiled_pieces):
+        monkeypatch.setattr(module, "is_absent", lambda device: True)
+    assert "callback" not in autopar.compile(told, WEIGHTS, ROWS, **options).hlo()
+
+
 GPU = """
 gpu_device_info {
   cuda_compute_capability { major: 9 }
