@@ -75,16 +75,19 @@ def check(step: RealStep, refused: str | None, **options: Any) -> None:
         parallel()
 
 
+@pytest.mark.filterwarnings("ignore:One trip is counted:autopar.errors.AutoparWarning")
 @pytest.mark.parametrize(("program", "method"), list(turns(METHODS, alone)))
 def test_on_one_mesh(program: RealStep, method: str) -> None:
     check(program, None, method=method)
 
 
+@pytest.mark.filterwarnings("ignore:One trip is counted:autopar.errors.AutoparWarning")
 @pytest.mark.parametrize(("program", "method"), list(turns(METHODS, split)))
 def test_in_microbatches(program: RealStep, method: str) -> None:
     check(program, program.whole, method=method, microbatches=4)
 
 
+@pytest.mark.filterwarnings("ignore:One trip is counted:autopar.errors.AutoparWarning")
 @pytest.mark.parametrize(("program", "schedule"), list(turns(SCHEDULES, staged)))
 def test_in_stages(program: RealStep, schedule: str) -> None:
     count = 1 if program.whole or program.rows_meet else 2
