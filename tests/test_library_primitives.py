@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import mlir
 
 import autopar
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import flatten, walk
+from autopar.passes.graph.graph import flatten, jaxprs_in, walk
 
 scaled_p = Primitive("scaled_by_library")
 
@@ -69,6 +69,13 @@ def test_other_primitives_stand_for_themselves() -> None:
     known = [jax.lax.tanh_p, jax.lax.linalg.cholesky_p]
     assert {jax_compat.library_function(x) for x in (own, on_one, never, *known)} == {None}
     assert jax_compat.library_function(scaled_p) is not None
+
+
+def test_what_is_in_place_of_a_body_is_passed_over() -> None:
+    """Equinox keeps the structure of a closed program among its params, without the program."""
+    empty: Any = object.__new__(ClosedJaxpr)
+    empty._jaxpr, empty._consts = object(), []
+    assert jaxprs_in({"several": (empty,), "one": empty}) == []
 
 
 @pytest.mark.filterwarnings("ignore:One trip is counted:autopar.errors.AutoparWarning")

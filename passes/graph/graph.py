@@ -234,7 +234,7 @@ def map_inner_jaxprs(
     """`params` with `function` applied to every jaxpr of a control-flow equation."""
 
     def apply(value: Any) -> Any:
-        if isinstance(value, ClosedJaxpr):
+        if isinstance(value, ClosedJaxpr) and isinstance(value.jaxpr, Jaxpr):
             return ClosedJaxpr(function(value.jaxpr), value.consts)
         if isinstance(value, Jaxpr):
             return function(value)
@@ -252,13 +252,14 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 def jaxprs_in(params: Mapping[str, Any]) -> list[Jaxpr]:
-    """Every jaxpr that params hold, in their order."""
+    """Every jaxpr that params hold, in their order, but for what a library has in place of one."""
     held: list[Any] = []
     for value in params.values():
         several = value if isinstance(value, tuple) else (value,)
         if several and isinstance(several[0], (ClosedJaxpr, Jaxpr)):
             held += (x for x in several if x is not None)  # custom_linear_solve may lack some
-    return [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in held]
+    opened = [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in held]
+    return [x for x in opened if isinstance(x, Jaxpr)]
 
 
 def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
