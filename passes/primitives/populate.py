@@ -183,9 +183,9 @@ def _new_rules(missing: Sequence[tuple[Any, JaxprEqn]]) -> list[FactorRule | Non
 
 
 def _keep_whole(rule: FactorRule, eqn: JaxprEqn) -> FactorRule:
-    """Replicate factors that `bind_local` cannot cut, and those of sums in tiny floats."""
+    """Replicate factors that `bind_local` cannot cut, and those of sums in tiny floats and bits."""
     whole: set[int] = set()
-    if any(is_tiny_float(dtype_of(var)) for var in eqn.outvars):
+    if any(is_tiny_float(dtype := dtype_of(v)) or dtype == np.bool_ for v in eqn.outvars):
         whole.update(i for i, f in enumerate(rule.factors) if f.kind in ("sum", "prod"))
     for values, all_dims in zip((rule.operands, rule.results), whole_dims(eqn), strict=True):
         for value, dims in zip(values, all_dims, strict=True):

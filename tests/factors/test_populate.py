@@ -59,6 +59,7 @@ GOLDEN: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
     (lambda x: lax.clamp(0.0, x, 1.0), ((4, 8),), "([],[i,j],[])->([i,j])"),
     (lax.select_n, (jnp.array(True), (4, 8), (4, 8)), "([],[i,j],[i,j])->([i,j])"),
     (jnp.matmul, ((4, 8), (8, 2)), "([i,k],[k,j])->([i,j]) reduction={k}"),
+    (lambda x: x @ x.T, (jnp.ones((4, 8), bool),), "([i,k],[k,j])->([i,j]) replicated={k}"),
     (
         einsum("bqhd,bkhd->bhqk"),
         ((2, 4, 3, 8), (2, 6, 3, 8)),
