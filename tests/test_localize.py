@@ -220,3 +220,38 @@ def test_bind_local_works_inside_shard_map() -> None:
     np.testing.assert_array_equal(places, np.arange(8)[:, None] + np.zeros((1, 4)))
     np.testing.assert_array_equal(drawn, jax.random.bits(jax.random.key(1), (8, 4)))
     np.testing.assert_array_equal(summed, x.sum(0))
+
+
+def test_an_update_in_another_part_leaves_what_a_slice_has() -> None:
+    """XLA reads a slice of a slice at the sum of their starts, and clamps that alone."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole = jnp.arange(1.0, 21.0).reshape(2, 10)
+
+    def put(x: Any, place: Any) -> Any:
+        numbers = lax.ScatterDimensionNumbers((0, 1), (), (1,))
+        return lax.scatter(x, place[None], x[:, :1] + 1, numbers, unique_indices=True, mode="clip")
+
+    scatter = equation(put, whole, jnp.array(0))
+
+    def local(x: Any, first: Any) -> Any:
+        cut = DimCut(2, jax.lax.axis_index("x"))
+
+        def body(carry: Any) -> Any:
+            x, place = carry
+            part = lax.dynamic_slice_in_dim(x, cut.index * 5, 5, 1)
+            (part,) = bind_local(
+                scatter,
+                [part, place[None], x[:, :1] + 1],
+                [(None, cut), (None,), (None, None)],
+                [(None, cut)],
+            )
+            return lax.all_gather(part, "x", axis=1, tiled=True), place + 2
+
+        return lax.while_loop(lambda carry: carry[1] < 9, body, (x, first))[0]
+
+    specs = jax.sharding.PartitionSpec()
+    shared = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    expected = whole
+    for place in range(0, 9, 2):
+        expected = put(expected, jnp.array(place))
+    np.testing.assert_array_equal(jax.jit(shared)(whole, jnp.array(0)), expected)

@@ -30,6 +30,7 @@ def combinations() -> Iterator[Any]:
             yield pytest.param(name, way, id=f"{name}-{way}", marks=marks)
 
 
+@pytest.mark.filterwarnings("ignore:One trip is counted:autopar.errors.AutoparWarning")
 @pytest.mark.parametrize(("name", "way"), list(combinations()))
 def test_a_step_computes_what_it_does_alone(name: str, way: str) -> None:
     step, arguments = STEPS[name]()

@@ -6,7 +6,8 @@ needs one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -256,7 +257,44 @@ def _scatter(call: LocalCall) -> list[Any]:
             here, place = _local_place(_columns(places)[column], shape[dim], picked[dim])
             columns[column] = jnp.where(here & ~outside, place, operand.shape[dim])
     changes = {"mode": lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
+    if math.prod(indices.shape[:-1]) == 1:
+        return bind_with(eqn, _at_one_place(call, picked, places, outside, window), changes)
     return bind_with(eqn, (operand, _rows(columns, indices.dtype), updates), changes)
+
+
+def _at_one_place(
+    call: LocalCall, picked: Mapping[int, DimCut], places: Any, outside: Any, window: Sequence[int]
+) -> tuple[Any, Any, Any]:
+    """Operands of a scatter to one place within the part, which another part leaves as it is there.
+
+    XLA makes an updated slice of it, with what is there if the place is outside, and reads that at
+    another place if the operand is a slice itself: it does not clamp the sum of both starts.
+    """
+    eqn, operand, updates = call.eqn, call.operands[0], call.operands[2]
+    numbers, shape = eqn.params["dimension_numbers"], shape_of(eqn.invars[0])
+    columns, kept = _columns(places), ~outside
+    for column, dim in enumerate(numbers.scatter_dims_to_operand_dims):
+        if dim in picked:
+            here, place = _local_place(columns[column], shape[dim], picked[dim])
+            columns[column], kept = jnp.where(here, place, 0), kept & here
+    indices = _rows(columns, places.dtype)
+    windows = scatter_windows(numbers, len(shape))
+    there = lax.gather(
+        operand,
+        indices,
+        lax.GatherDimensionNumbers(
+            offset_dims=numbers.update_window_dims,
+            collapsed_slice_dims=numbers.inserted_window_dims,
+            start_index_map=numbers.scatter_dims_to_operand_dims,
+            operand_batching_dims=numbers.operand_batching_dims,
+            start_indices_batching_dims=numbers.scatter_indices_batching_dims,
+        ),
+        [updates.shape[windows[dim]] if dim in windows else 1 for dim in range(len(window))],
+        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    )
+    neutral = {"scatter-add": 0, "scatter-sub": 0, "scatter-mul": 1}.get(eqn.primitive.name)
+    there = there if neutral is None else jnp.full_like(there, neutral)
+    return operand, indices, jnp.where(kept.reshape(()), updates, there)
 
 
 @_rewrites("dynamic_slice")

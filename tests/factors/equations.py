@@ -353,6 +353,8 @@ def indexing() -> dict[str, Case]:
                 return getattr(x.at[i], name)(u, mode=mode)
 
             cases[f"scatter {name} {mode}"] = (update, (f32(8, 4), indices, updates))
+            place = jnp.array(6 if mode == "promise_in_bounds" else 20)
+            cases[f"scatter {name} {mode} at one place"] = (update, (f32(8, 4), place, f32(4)))
 
     def scatter_zeros(i: Any, u: Any) -> Any:
         return jnp.zeros((8, 4)).at[i].add(u, mode="drop")
@@ -379,6 +381,10 @@ def indexing() -> dict[str, Case]:
         "take two dimensions": (
             lambda x, i, j: x.at[i, j].get(mode="fill", fill_value=2.0),
             (f32(8, 4), outside, outside),
+        ),
+        "scatter one element": (
+            lambda x, i, j, u: x.at[i, j].set(u, mode="clip"),
+            (f32(8, 8), jnp.array(5), jnp.array(-20), f32()),
         ),
         "scatter two dimensions": (
             lambda x, i, j, u: x.at[i, j].add(u, mode="drop"),
