@@ -34,8 +34,8 @@ GOES_ON = "goes_on"
 def with_tests_in_bodies(step: Microbatched) -> Microbatched:
     """A program whose loops of unknown length are tested where their bodies end.
 
-    Loops that carry and read but single numbers stay, and those with effects: devices share nothing
-    of them.
+    Loops that carry and read but single numbers stay, and those whose condition has an effect:
+    devices share nothing of them.
     """
     scans: dict[int, JaxprEqn] = {}
     jaxpr = _tested(step.graph.jaxpr, scans)
@@ -52,9 +52,9 @@ def as_scan(eqn: JaxprEqn) -> JaxprEqn | None:
     how many trips it has, for which one stands.
     """
     place = _goes_on(eqn)
-    if place is None or eqn.effects or not _has_arrays(eqn):
-        return None
     loop = WhileParts.of(eqn)
+    if place is None or loop.condition.effects or not _has_arrays(eqn):
+        return None
     small = jax.make_jaxpr(lambda x: lax.scan(lambda x, _: (x, None), x, None, length=1))(0.0)
     (scan,) = small.jaxpr.eqns
     _, consts, carries = loop.operands(eqn.invars)
@@ -88,7 +88,8 @@ def _tested(jaxpr: Jaxpr, scans: dict[int, JaxprEqn]) -> Jaxpr:
         inner = _with_bodies(eqn)
         if inner is not eqn and eqn.primitive.name == "scan":
             scans[id(eqn)] = inner
-        is_tested = inner.primitive.name == "while" and not inner.effects and _has_arrays(inner)
+        is_loop = inner.primitive.name == "while" and _has_arrays(inner)
+        is_tested = is_loop and not WhileParts.of(inner).condition.effects
         eqns += _with_test(inner) if is_tested and _goes_on(inner) is None else [inner]
     same = [*map(id, eqns)] == [*map(id, jaxpr.eqns)]
     return jaxpr if same else jaxpr.replace(eqns=eqns)

@@ -17,15 +17,15 @@ def linear_operands(eqn: JaxprEqn, rounding: bool = False) -> OperandSets:
 
     Linear means f(x + y) = f(x) + f(y) for the operands of one set taken together (so an operand
     that is left out of a sum must be zero there). Integer division and casts that lose digits
-    are not linear, nor is anything in floats of eight bits; with `rounding`, casts to floats of at
-    least 16 bits are: each summand is then rounded as the sum would be. An equation that is linear
-    in nothing has no sets.
+    are not linear, nor is anything of floats of eight bits or of booleans; with `rounding`, casts
+    to floats of at least 16 bits are: each summand is then rounded as the sum would be. An equation
+    that is linear in nothing has no sets.
 
     >>> import jax
     >>> linear_operands(jax.make_jaxpr(lambda x, y: x * y)(1.0, 2.0).eqns[0])
     (frozenset({0}), frozenset({1}))
     """
-    if any(is_tiny_float(dtype_of(var)) for var in eqn.outvars):
+    if any(is_tiny_float(dtype := dtype_of(v)) or dtype == jnp.bool_ for v in eqn.outvars):
         return ()
     tiny = {k for k, var in enumerate(eqn.invars) if is_tiny_float(dtype_of(var))}
     found = _linear_sets(eqn, rounding)

@@ -128,6 +128,11 @@ def test_nonlinear_equations_have_no_set() -> None:
     assert sets(lambda a: lax.sort(a), x) == []
 
 
+def test_booleans_are_no_sums() -> None:
+    assert sets(lambda x: x.reshape(2, 8), jnp.ones((4, 4), bool)) == []
+    assert sets(lambda x: x.reshape(2, 8), jnp.ones((4, 4), np.float32)) == [{0}]
+
+
 def test_sums_are_not_kept_in_floats_of_eight_bits() -> None:
     tiny, single = jnp.ones((4, 4), jnp.float8_e4m3fn), jnp.ones((4, 4), np.float32)
     assert sets(lambda x: lax.convert_element_type(x, np.float32), tiny) == []

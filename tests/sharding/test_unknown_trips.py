@@ -122,3 +122,31 @@ def test_numbers_are_those_of_one_device(method: str) -> None:
         strict=True,
     ):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"method": "data"}, {"logical_mesh": (4, 2)}])
+def test_a_callback_in_its_body_runs_once_a_trip(options: Any) -> None:
+    seen: list[tuple[float, ...]] = []
+
+    def step(weights: Any, x: Any) -> Any:
+        def body(carry: Any) -> Any:
+            x, trip = carry
+            new = jnp.tanh(x @ weights)
+            jax.debug.callback(lambda *told: seen.append(tuple(map(float, told))), trip, new.max())
+            return new, trip + 1
+
+        goes_on = lambda carry: (carry[1] < 9) & (jnp.max(carry[0]) > 0.5)  # noqa: E731
+        found, trips = jax.lax.stop_gradient(jax.lax.while_loop(goes_on, body, (x, 0)))
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean((found @ w) ** 2))(weights)
+        return weights - 0.1 * gradient, (loss, trips)
+
+    random = np.random.default_rng(0)
+    args = [jnp.asarray(random.normal(size=size) / 5, jnp.float32) for size in ((8, 8), (32, 8))]
+    told = []
+    for run in (jax.jit(step), autopar.parallelize(step, donate_argnums=(), **options)):
+        trips = int(run(*args)[1][1])
+        jax.effects_barrier()
+        assert [trip for trip, _ in sorted(seen)] == list(range(trips)) and trips
+        told.append(sorted(seen))
+        seen.clear()
+    np.testing.assert_allclose(told[0], told[1], rtol=1e-5)
