@@ -55,9 +55,10 @@ from autopar.passes.sharding.turned_gathers import turned_gathers
 from autopar.passes.sharding.turned_sums import turned_sums
 from autopar.passes.sharding.waiting import Tie
 from autopar.runtime.all_reduce import all_reduce
-from autopar.runtime.filled_buffers import filled, run_loop, stacks_of
+from autopar.runtime.filled_buffers import filled, stacks_of
 from autopar.runtime.host_callbacks import CALLBACKS, HostCallbacks
 from autopar.runtime.loop_carries import added_in_loop, as_carried, in_order
+from autopar.runtime.loop_runs import run_loop
 from autopar.runtime.matrices import one_by_one
 from autopar.runtime.sent_numbers import as_sent, is_sent_otherwise
 from autopar.runtime.slice_starts import within_bounds
@@ -287,16 +288,14 @@ class _Device:
         """A scan, or what stands for a `while`; into stacks, if they are given."""
         params, scan = instruction.eqn.params, ScanParts.of(instruction.eqn)
         operands = [self.as_it_lies(env, version) for version in instruction.operands]
-        consts, starts, stacks_read = scan.operands(operands)
-        stacked = [x for x in stacks_read if not isinstance(x, TurnedArray)]
-        trips = jnp.arange(params["length"]) if len(stacked) < len(stacks_read) else None
+        consts, starts, sliced = scan.operands(operands)
+        stacked = [x for x in sliced if not isinstance(x, TurnedArray)]
+        trips = jnp.arange(params["length"]) if len(stacked) < len(sliced) else None
 
         def body(carry: Any, trip_and_rows: Any) -> Any:
             trip, xs = trip_and_rows
             rows = iter(in_order(xs, self.rules))
-            slices = [
-                x.row(trip) if isinstance(x, TurnedArray) else next(rows) for x in stacks_read
-            ]
+            slices = [x.row(trip) if isinstance(x, TurnedArray) else next(rows) for x in sliced]
             outer, self.in_loop = self.in_loop, True
             results = self.block(instruction.body, [*consts, *carry, *slices])
             self.in_loop = outer

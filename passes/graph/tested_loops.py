@@ -34,8 +34,7 @@ GOES_ON = "goes_on"
 def with_tests_in_bodies(step: Microbatched) -> Microbatched:
     """A program whose loops of unknown length are tested where their bodies end.
 
-    Loops that carry and read but single numbers stay, and those whose condition has an effect:
-    devices share nothing of them.
+    Those of which devices share nothing stay (`_is_shared`).
     """
     scans: dict[int, JaxprEqn] = {}
     jaxpr = _tested(step.graph.jaxpr, scans)
@@ -51,9 +50,8 @@ def as_scan(eqn: JaxprEqn) -> JaxprEqn | None:
     None of other loops. No passes but those that lay it out may take it for a scan: nobody knows
     how many trips it has, for which one stands.
     """
-    place = _goes_on(eqn)
-    loop = WhileParts.of(eqn)
-    if place is None or loop.condition.effects or not _has_arrays(eqn):
+    place, loop = _goes_on(eqn), WhileParts.of(eqn)
+    if place is None or not _is_shared(eqn):
         return None
     small = jax.make_jaxpr(lambda x: lax.scan(lambda x, _: (x, None), x, None, length=1))(0.0)
     (scan,) = small.jaxpr.eqns
@@ -77,8 +75,10 @@ def _goes_on(eqn: JaxprEqn) -> int | None:
     return None if result.aval.shape else loop.condition.invars.index(result)
 
 
-def _has_arrays(eqn: JaxprEqn) -> bool:
-    return any(math.prod(atom.aval.shape) > 1 for atom in eqn.invars)
+def _is_shared(eqn: JaxprEqn) -> bool:
+    """Whether a loop has arrays, or effects that happen on one device; its condition has none."""
+    has_arrays = any(math.prod(atom.aval.shape) > 1 for atom in eqn.invars)
+    return (has_arrays or bool(eqn.effects)) and not WhileParts.of(eqn).condition.effects
 
 
 def _tested(jaxpr: Jaxpr, scans: dict[int, JaxprEqn]) -> Jaxpr:
@@ -88,8 +88,7 @@ def _tested(jaxpr: Jaxpr, scans: dict[int, JaxprEqn]) -> Jaxpr:
         inner = _with_bodies(eqn)
         if inner is not eqn and eqn.primitive.name == "scan":
             scans[id(eqn)] = inner
-        is_loop = inner.primitive.name == "while" and _has_arrays(inner)
-        is_tested = is_loop and not WhileParts.of(inner).condition.effects
+        is_tested = inner.primitive.name == "while" and _is_shared(inner)
         eqns += _with_test(inner) if is_tested and _goes_on(inner) is None else [inner]
     same = [*map(id, eqns)] == [*map(id, jaxpr.eqns)]
     return jaxpr if same else jaxpr.replace(eqns=eqns)

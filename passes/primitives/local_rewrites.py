@@ -244,26 +244,27 @@ def _scatter(call: LocalCall) -> list[Any]:
     picked = {dim: cut for dim in scatter_picks(eqn) if (cut := cuts[dim]) is not None}
     if not picked:
         return call.bind()
-    # Each place is in one part; in the others it is out of bounds, and its update is dropped.
+    # Each place is in one part; in the others it is out of bounds, and its update is dropped. What
+    # is one place is within bounds everywhere.
     operand, indices, updates = call.operands[0], _counting(call.operands[1]), call.operands[2]
     windows = scatter_windows(numbers, len(shape))
     window = [updates_shape[windows[dim]] if dim in windows else 1 for dim in range(len(shape))]
     dims = numbers.scatter_dims_to_operand_dims
     places, outside = _global_places(eqn, indices, dims, shape, window)
+    changes = {"mode": lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
+    if math.prod(indices.shape[:-1]) == 1:
+        return bind_with(eqn, _at_one_place(call, picked, places, outside), changes)
     clipped = eqn.params["mode"] == lax.GatherScatterMode.CLIP
     columns = _columns(places if clipped else indices)
     for column, dim in enumerate(dims):
         if dim in picked:
             here, place = _local_place(_columns(places)[column], shape[dim], picked[dim])
             columns[column] = jnp.where(here & ~outside, place, operand.shape[dim])
-    changes = {"mode": lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
-    if math.prod(indices.shape[:-1]) == 1:
-        return bind_with(eqn, _at_one_place(call, picked, places, outside, window), changes)
     return bind_with(eqn, (operand, _rows(columns, indices.dtype), updates), changes)
 
 
 def _at_one_place(
-    call: LocalCall, picked: Mapping[int, DimCut], places: Any, outside: Any, window: Sequence[int]
+    call: LocalCall, picked: Mapping[int, DimCut], places: Any, outside: Any
 ) -> tuple[Any, Any, Any]:
     """Operands of a scatter to one place within the part, which another part leaves as it is there.
 
@@ -289,7 +290,7 @@ def _at_one_place(
             operand_batching_dims=numbers.operand_batching_dims,
             start_indices_batching_dims=numbers.scatter_indices_batching_dims,
         ),
-        [updates.shape[windows[dim]] if dim in windows else 1 for dim in range(len(window))],
+        [updates.shape[windows[dim]] if dim in windows else 1 for dim in range(len(shape))],
         mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )
     neutral = {"scatter-add": 0, "scatter-sub": 0, "scatter-mul": 1}.get(eqn.primitive.name)

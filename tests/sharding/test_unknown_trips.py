@@ -150,3 +150,22 @@ def test_a_callback_in_its_body_runs_once_a_trip(options: Any) -> None:
         told.append(sorted(seen))
         seen.clear()
     np.testing.assert_allclose(told[0], told[1], rtol=1e-5)
+
+
+def test_a_callback_in_a_loop_of_single_numbers_runs_once_a_trip() -> None:
+    seen: list[int] = []
+
+    def step(weights: Any, x: Any) -> Any:
+        def body(carry: Any) -> Any:
+            jax.debug.callback(lambda trip: seen.append(int(trip)), carry[1])
+            return carry[0] / 2, carry[1] + 1
+
+        scale, trips = jax.lax.while_loop(lambda c: c[0] > 0.1, body, (jnp.mean(x**2), 0))
+        return weights - scale * (x.T @ (x @ weights)), trips
+
+    args = jnp.eye(8), jnp.ones((32, 8))
+    run = autopar.parallelize(step, donate_argnums=(), method="data")
+    weights, trips = run(*args)
+    jax.effects_barrier()
+    assert sorted(seen) == list(range(int(trips))) and seen
+    np.testing.assert_allclose(run.gather(weights), jax.jit(step)(*args)[0], rtol=1e-5)
