@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,12 +21,9 @@ from jax.sharding import PartitionSpec
 
 from autopar.arrays.typed_keys import is_key
 from autopar.passes.graph.barriers import is_barrier
-from autopar.passes.graph.primitives import MATRIX_FUNCTIONS
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.graph.source_infos import source_context
-from autopar.passes.primitives.cuts import DimCut, bind_with
-from autopar.passes.primitives.group_tiles import product_by_parts, product_in_tiles
-from autopar.passes.primitives.group_tiling import GROUPED, has_parts, tiling_of
+from autopar.passes.primitives.cuts import DimCut
 from autopar.passes.primitives.localize import bind_local
 from autopar.passes.sharding.compiler_rules import CPU, RULES, CompilerRules, is_filter_gradient
 from autopar.passes.sharding.fills_in_turn import Fill, fills_in_turn
@@ -55,13 +52,13 @@ from autopar.passes.sharding.turned_gathers import turned_gathers
 from autopar.passes.sharding.turned_sums import turned_sums
 from autopar.passes.sharding.waiting import Tie
 from autopar.runtime.all_reduce import all_reduce
+from autopar.runtime.collective_turns import CollectiveTurns
 from autopar.runtime.filled_buffers import filled, stacks_of
-from autopar.runtime.host_callbacks import CALLBACKS, HostCallbacks
+from autopar.runtime.host_callbacks import HostCallbacks
+from autopar.runtime.local_bind import bind_for
 from autopar.runtime.loop_carries import added_in_loop, as_carried, in_order
 from autopar.runtime.loop_runs import run_loop
-from autopar.runtime.matrices import one_by_one
 from autopar.runtime.sent_numbers import as_sent, is_sent_otherwise
-from autopar.runtime.slice_starts import within_bounds
 from autopar.runtime.turned_arrays import TurnedArray
 
 Env = dict[ShardedValue, Any]
@@ -109,6 +106,7 @@ class _Device:
         self.by_kernels: frozenset[ShardedValue] = frozenset()
         self.places: dict[tuple[int, ...], Any] = {}  # along axes, as the current block knows them
         self.in_loop, self.callbacks = False, HostCallbacks()
+        self.turns = CollectiveTurns()  # those of the current block
 
     def axes(self, axes: Sequence[int]) -> tuple[str, ...]:
         return tuple(self.names[a] for a in axes)
@@ -130,12 +128,13 @@ class _Device:
 
     def block(self, block: Block, arrays: Sequence[Any]) -> list[Any]:
         # A loop's body is a trace of its own.
-        outer = self.places, self.orders, self.by_kernels
+        outer = self.places, self.orders, self.by_kernels, self.turns
         self.places, self.orders, self.by_kernels = {}, {}, frozenset()
+        self.turns = CollectiveTurns(block if self.rules.backend == CPU else None)
         try:
             return self.run(block, arrays)
         finally:
-            self.places, self.orders, self.by_kernels = outer
+            self.places, self.orders, self.by_kernels, self.turns = outer
 
     def run(self, block: Block, arrays: Sequence[Any]) -> list[Any]:
         env: Env = dict(zip(block.inputs, arrays, strict=True))
@@ -188,6 +187,7 @@ class _Device:
 
     def move(self, env: Env, instruction: Instruction, order: tuple[int, ...] | None) -> None:
         assert isinstance(instruction, Relayout)
+        self.turns.take(env, instruction)
         value = self.read(env, instruction.source)
         if order is None:
             moved = self.relayout(instruction, value)
@@ -228,6 +228,7 @@ class _Device:
         return self.to_partial(array, [a for a, _ in version.layout.partial])
 
     def compute(self, env: Env, instruction: Compute) -> None:
+        self.turns.take(env, instruction)
         eqn = instruction.eqn
         if is_barrier(eqn) and not self.by_kernels.isdisjoint(reads(instruction)):
             given = instruction.operands
@@ -236,6 +237,7 @@ class _Device:
             env.update(zip(instruction.results, passed, strict=True))
             return
         operands = [self.read(env, version) for version in instruction.operands]
+        bind = functools.partial(bind_for, self.rules, self.callbacks)
         with source_context(eqn):
             if instruction.once:
                 self.callbacks.once(eqn, operands, self.is_first())
@@ -245,7 +247,7 @@ class _Device:
                 operands,
                 [self.cuts(v.layout) for v in instruction.operands],
                 [self.cuts(v.layout) for v in instruction.results],
-                functools.partial(self.bind, order=self.order(env, instruction)),
+                functools.partial(bind, order=self.order(env, instruction)),
             )
         if self.rules.keeps_order and is_filter_gradient(eqn):
             results = [with_layout_constraint(x, Order(tuple(range(x.ndim)))) for x in results]
@@ -262,30 +264,13 @@ class _Device:
         lies = None if is_literal(matrices) else env[matrices]
         return lies.order if isinstance(lies, TurnedArray) else usual
 
-    def bind(
-        self,
-        eqn: Any,
-        operands: Sequence[Any],
-        changes: Mapping[str, Any],
-        order: tuple[int, ...] = (0, 1, 2),
-    ) -> list[Any]:
-        if eqn.primitive.name in GROUPED and not changes:
-            if tiling_of(eqn, self.rules.grouped) is not None:
-                return [product_in_tiles(eqn, operands, self.rules.grouped, order)]
-            if self.rules.grouped.has_kernel and has_parts(eqn):
-                return [product_by_parts(eqn, operands)]
-        if eqn.primitive.name in CALLBACKS:
-            return self.callbacks.called(eqn, operands)
-        if self.rules.backend == CPU and eqn.primitive.name in MATRIX_FUNCTIONS:
-            return one_by_one(eqn, operands, changes)
-        return bind_with(eqn, within_bounds(eqn, operands, changes), changes)
-
     def is_first(self) -> Any:
         """Whether it is the mesh's first device."""
         return self.index(range(len(self.mesh))) == 0
 
     def loop(self, env: Env, instruction: Loop, given: Sequence[Any] | None = None) -> None:
         """A scan, or what stands for a `while`; into stacks, if they are given."""
+        self.turns.take(env, instruction)
         params, scan = instruction.eqn.params, ScanParts.of(instruction.eqn)
         operands = [self.as_it_lies(env, version) for version in instruction.operands]
         consts, starts, sliced = scan.operands(operands)
@@ -308,6 +293,7 @@ class _Device:
         env.update(zip(instruction.results, [*carried, *stacks], strict=True))
 
     def branch(self, env: Env, instruction: Branch) -> None:
+        self.turns.take(env, instruction)
         index = self.read(env, instruction.index)
         operands = [self.read(env, version) for version in instruction.operands]
         avals = [var.aval for var in instruction.eqn.outvars]
@@ -338,6 +324,7 @@ class _Device:
 
     def gathered(self, env: Env, instruction: Relayout) -> TurnedArray:
         """What gathers make, each along the outermost dimension."""
+        self.turns.take(env, instruction)
         value = TurnedArray.of(jnp.asarray(self.read(env, instruction.source)))
         for step in instruction.steps:
             turned = value.with_first(step.dim)

@@ -6,23 +6,25 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jax.extend.core import Literal, Var
+from jax.extend.core import Var
 
 from autopar.base.errors import InexactMicrobatchError
 from autopar.base.plan_records import OutputCertificate
 from autopar.base.row_sorts import told
-from autopar.passes.graph.graph import Graph, batch_sizes, user_source, walk
+from autopar.passes.graph.graph import Graph, batch_sizes
 from autopar.passes.graph.microbatched import Microbatched, in_phases
 from autopar.passes.graph.primitives import FOREIGN, KERNELS
 from autopar.passes.microbatch import batch_states as lattice
 from autopar.passes.microbatch.batch_scales import without_batch_scales
 from autopar.passes.microbatch.batch_states import BatchState
-from autopar.passes.microbatch.equations import MIXES, Context, is_control_flow
+from autopar.passes.microbatch.certificates import certificate_of
+from autopar.passes.microbatch.equations import MIXES, Context
 from autopar.passes.microbatch.nothing_divided import nothing_divided
 from autopar.passes.microbatch.phases import Phases, find_phases
 from autopar.passes.microbatch.propagate import Forward, forward, input_states
 from autopar.passes.microbatch.rewrite import rewrite
 from autopar.passes.microbatch.row_chunks import chunk_hint
+from autopar.passes.microbatch.scan_tails import with_tails_apart
 from autopar.passes.microbatch.several_loops import (
     CutStep,
     cut_step,
@@ -34,7 +36,13 @@ from autopar.passes.microbatch.several_loops import (
     rows_to_keep,
     rows_to_reuse,
 )
-from autopar.passes.microbatch.whole_batch import Costs, Culprit, costs_of_parts, measure
+from autopar.passes.microbatch.whole_batch import (
+    Costs,
+    Culprit,
+    costs_of_parts,
+    immovable_effects,
+    measure,
+)
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
 
@@ -140,6 +148,20 @@ def analyze(
     other, _ = _attempt(graph, rules, limits, input_states(graph, num_microbatches, params=()))
     if not other.culprits:
         return other
+    states = input_states(graph, num_microbatches)
+    apart = with_tails_apart(graph, states, limits.context(rules))
+    if apart is not None:
+        other = analyze(
+            apart,
+            populate(apart.jaxpr),
+            num_microbatches,
+            max_flops_share=max_flops_share,
+            max_bytes_share=max_bytes_share,
+            max_loops=max_loops,
+            later_loops=later_loops,
+        )
+        if not other.culprits:
+            return other
     scaled_last = without_batch_scales(graph, found)
     if scaled_last is not None:
         states = input_states(scaled_last, num_microbatches)
@@ -147,7 +169,7 @@ def analyze(
         if not other.culprits:
             return other
     several = None
-    if max_loops > 1 and not _immovable_effects(graph):
+    if max_loops > 1 and not immovable_effects(graph):
         states = input_states(graph, num_microbatches, params=("state", "constant"))
         given = dict(zip(graph.jaxpr.invars, states, strict=True))
         several = _in_several_loops(graph, rules, limits, given, (), max_loops)
@@ -163,6 +185,10 @@ class _Limits:
     max_flops_share: float
     max_bytes_share: float
     later_loops: str
+
+    def context(self, rules: Rules) -> Context:
+        """What the analysis of equations with these rules refers to."""
+        return Context(rules, self.num_microbatches, self.sizes)
 
     @property
     def between_loops(self) -> _Limits:
@@ -180,11 +206,11 @@ def _attempt(
     held: Sequence[Var] = (),
 ) -> tuple[Analysis, Forward]:
     """The analysis with one loop, from these states of the inputs; `held` are whole batches."""
-    context = Context(rules, limits.num_microbatches, limits.sizes)
+    context = limits.context(rules)
     found = forward(graph.jaxpr, states, context)
     phases = find_phases(found, context)
     costs = measure(graph, found, phases, rules, held)
-    culprits = _immovable_effects(graph)
+    culprits = immovable_effects(graph)
     too_many = costs.flops_share > limits.max_flops_share
     if too_many or costs.bytes_share > limits.max_bytes_share:
         culprits += costs.causes
@@ -195,7 +221,7 @@ def _attempt(
         states=found.states,
         phases=phases,
         costs=costs,
-        certificate=_certificate(graph, found, phases),
+        certificate=certificate_of(graph, found, phases),
         culprits=culprits if limits.num_microbatches > 1 else (),
         max_flops_share=limits.max_flops_share,
         max_bytes_share=limits.max_bytes_share,
@@ -236,7 +262,7 @@ def _in_several_loops(
     while True:
         cut = cut_step(graph, rules, tuple(kept | middle))
         known = {**given, **dict(zip(cut.held, (kept | middle).values(), strict=True))}
-        context = Context(cut.rules, limits.num_microbatches, limits.sizes)
+        context = limits.context(cut.rules)
         states_of_rest = [known[var] for var in cut.rest.jaxpr.invars]
         rest_found = forward(cut.rest.jaxpr, states_of_rest, context)
         rows = rows_for_the_middle(found, rest_found, cut)
@@ -357,44 +383,5 @@ def _certificate_of_parts(
             how = f"between loops {number} and {number + 1}" if number else how
         elif how != "invariant":
             how = f"{how} in loop {number + 1} of {len(parts)}"
-        items.append(OutputCertificate(label.path, how))
-    return tuple(items)
-
-
-def _immovable_effects(graph: Graph) -> tuple[Culprit, ...]:
-    """Effects that have to stay where they are among the others.
-
-    Unordered callbacks may happen before or after the loop; an order, or a mutable array, is a
-    promise about what happens when.
-    """
-    reason = "its effect is ordered, and microbatches would change the order"
-    return tuple(
-        Culprit(user_source(eqn), eqn.primitive.name, reason, flops_share=0.0, bytes_share=0.0)
-        for eqn in walk(graph.jaxpr)
-        if not is_control_flow(eqn)
-        and any(type(effect).__name__ not in _UNORDERED for effect in eqn.effects)
-    )
-
-
-_UNORDERED = frozenset({"DebugEffect", "IOEffect"})
-
-
-def _certificate(graph: Graph, found: Forward, phases: Phases) -> tuple[OutputCertificate, ...]:
-    accumulated = dict(phases.accumulated)
-    collected = dict(phases.collected)
-    before = {*graph.jaxpr.invars, *(v for step in phases.prologue for v, _ in step.makes)}
-    items = []
-    for atom, label in zip(graph.jaxpr.outvars, graph.outputs, strict=True):
-        state = found.state(atom)
-        if isinstance(atom, Literal) or (state.kind == "whole" and not state.batch):
-            how = "invariant"
-        elif atom in collected:
-            how = "collected"
-        elif atom in accumulated:
-            how = accumulated[atom]
-        elif state.kind == "partial":
-            how = str(state.monoid)
-        else:
-            how = "prologue" if atom in before else "epilogue"
         items.append(OutputCertificate(label.path, how))
     return tuple(items)

@@ -54,11 +54,16 @@ def forward(jaxpr: Jaxpr, in_states: States, context: Context) -> Forward:
     decisions: list[Decision] = []
     result = Forward(jaxpr, states, ())
     for eqn in jaxpr.eqns:
-        transfer = _transfer if equations.is_control_flow(eqn) else equations.transfer
         decision, found = transfer(eqn, [result.state(atom) for atom in eqn.invars], context)
         decisions.append(decision)
         states.update(zip(eqn.outvars, found, strict=True))
     return Forward(jaxpr, states, tuple(decisions))
+
+
+def transfer(eqn: JaxprEqn, states: States, context: Context) -> Outcome:
+    """How an equation is evaluated on operands in these states, and its results' states."""
+    known = _transfer if equations.is_control_flow(eqn) else equations.transfer
+    return known(eqn, states, context)
 
 
 def input_states(
@@ -171,14 +176,21 @@ def _scan(eqn: JaxprEqn, states: States, context: Context) -> Outcome | str:
     consts, starts, stacks = scan.operands(states)
     if any(state.place is not None and state.place[0] == 0 for state in stacks):
         return _mapped(eqn, states)
-    slices = [_shifted(state, -1) for state in stacks]
+    slices = [shifted(state, -1) for state in stacks]
     carry, found = _fixpoint(starts, lambda c: forward(scan.body, [*consts, *c, *slices], context))
     _, rows = scan.results(found.results)
-    results = [*carry, *(_shifted(state, 1) for state in rows)]
+    results = [*carry, *(shifted(state, 1) for state in rows)]
     return _decide([*consts, *carry, *stacks], results, (found,))
 
 
-def _shifted(state: BatchState, by: int) -> BatchState:
+def scan_bodies(eqn: JaxprEqn, states: States, context: Context) -> Bodies | None:
+    """The analysed body of a scan whose operands may wait for the whole batch; None if it mixes."""
+    found = _scan(eqn, states, replace(context, inside=True))
+    bodies = None if isinstance(found, str) else found[0].inner
+    return bodies if isinstance(bodies, Bodies) else None
+
+
+def shifted(state: BatchState, by: int) -> BatchState:
     """The state of a scan's stacked value from that of one step's, or back."""
     if state.place is None:
         return state

@@ -254,3 +254,21 @@ def costs_of_parts(costs: Sequence[Costs]) -> Costs:
         epilogue_flops=sum(cost.epilogue_flops for cost in costs)
         + sum(cost.prologue_flops for cost in costs[1:]),
     )
+
+
+def immovable_effects(graph: Graph) -> tuple[Culprit, ...]:
+    """Effects that have to stay where they are among the others.
+
+    Unordered callbacks may happen before or after the loop; an order, or a mutable array, is a
+    promise about what happens when.
+    """
+    reason = "its effect is ordered, and microbatches would change the order"
+    return tuple(
+        Culprit(user_source(eqn), eqn.primitive.name, reason, flops_share=0.0, bytes_share=0.0)
+        for eqn in walk(graph.jaxpr)
+        if not is_control_flow(eqn)
+        and any(type(effect).__name__ not in _UNORDERED for effect in eqn.effects)
+    )
+
+
+_UNORDERED = frozenset({"DebugEffect", "IOEffect"})

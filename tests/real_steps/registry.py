@@ -134,6 +134,7 @@ def _all() -> list[RealStep]:
         RealStep("adversaries", "states", "build_adversaries"),
         RealStep("small_moments", "states", "build_small_moments"),
         RealStep("delayed_scales", "states", "build_delayed_scales"),
+        RealStep("scanned_scales", "states", "build_scanned_scales"),
         RealStep("reversible", "states", "build_reversible"),
     ]
 

@@ -165,6 +165,33 @@ def build_delayed_scales() -> Case:
     return Case(train_step, {"layers": layers, "histories": histories}, PAIRS)
 
 
+def build_scanned_scales() -> Case:
+    """The same in layers that are a scan, computed again in the backward pass."""
+
+    @jax.checkpoint
+    def layer(h, given):
+        w, history = given
+        return h + jax.nn.gelu(_narrow(h, history["x"]) @ _narrow(w, history["w"])), None
+
+    def train_step(state, batch):
+        x, label = batch
+
+        def loss_fn(params, histories):
+            h, _ = jax.lax.scan(layer, x @ params["in"], (params["layers"], histories))
+            logits = h @ params["out"]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, label).mean()
+
+        both = jax.value_and_grad(loss_fn, argnums=(0, 1))
+        loss, (grads, histories) = both(state["params"], state["histories"])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        return {"params": params, "histories": histories}, loss
+
+    layers = normal(2, 3, 32, 32) / 6
+    params = {"in": normal(1, 24, 32), "layers": layers, "out": normal(3, 32, 10)}
+    histories = {"x": 3 * jnp.ones((3, 4)), "w": jnp.ones((3, 4))}
+    return Case(train_step, {"params": params, "histories": histories}, PAIRS)
+
+
 @jax.custom_vjp
 def _reversible(layers, halves):
     def layer(halves, w):

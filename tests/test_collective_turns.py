@@ -1,0 +1,113 @@
+"""On CPUs, what communicates waits for loops that do, and they for what did before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.passes.graph.graph import inner_jaxprs, variables, walk
+from autopar.passes.sharding.compiler_rules import CPU, GPU, RULES
+from autopar.passes.sharding.layout import local_shape
+from autopar.runtime import stage_programs
+from autopar.runtime.spmd import block_function
+
+DEVICES, WIDTH, LAYERS, BATCH = 4, 16, 3, 8
+
+
+def towers(params: Any, x: Any) -> Any:
+    """Two towers that are scans, and the norm of a table that neither reads."""
+
+    def tower(h: Any, weights: Any) -> Any:
+        return lax.scan(lambda h, w: (h + jnp.tanh(h @ w[0]) @ w[1], None), h, weights)[0]
+
+    table = jnp.sum(jnp.square(params["table"]))
+    return tower(x, params["one"]), tower(2 * x, params["two"]), jnp.sqrt(table)
+
+
+def arguments() -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> Any:
+        return jnp.asarray(rng.normal(size=shape) / 4, "float32")
+
+    layers = {
+        name: (normal(LAYERS, WIDTH, 4 * WIDTH), normal(LAYERS, 4 * WIDTH, WIDTH))
+        for name in ("one", "two")
+    }
+    return {**layers, "table": normal(4 * WIDTH, WIDTH)}, normal(BATCH, WIDTH)
+
+
+def communicates(eqn: JaxprEqn) -> bool:
+    return any(
+        x.primitive.name.startswith("psum") for body in inner_jaxprs(eqn) for x in walk(body)
+    ) or (eqn.primitive.name.startswith("psum"))
+
+
+def unordered(jaxpr: Jaxpr) -> list[tuple[str, str]]:
+    """Pairs that communicate, one of them a loop, of which none waits for the other."""
+    after: dict[Var, set[int]] = {}
+    found, told = [], list[JaxprEqn]()
+    for eqn in jaxpr.eqns:
+        before = set[int]().union(*(after.get(v, set()) for v in variables(eqn.invars)))
+        if communicates(eqn):
+            found += [
+                (other.primitive.name, eqn.primitive.name)
+                for number, other in enumerate(told)
+                if number not in before and "scan" in (other.primitive.name, eqn.primitive.name)
+            ]
+            before.add(len(told))
+            told.append(eqn)
+        after.update(dict.fromkeys(eqn.outvars, before))
+    assert sum(eqn.primitive.name == "scan" for eqn in told) == 2 and len(told) == 3
+    return found
+
+
+def test_towers_communicate_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = list[Any]()
+
+    def noted(*args: Any) -> Any:
+        blocks.append(args)
+        return block_function(*args)
+
+    monkeypatch.setattr(stage_programs, "block_function", noted)
+    devices = jax.devices()[:DEVICES]
+    step = autopar.compile(
+        towers,
+        *arguments(),
+        devices=devices,
+        logical_mesh=(1, DEVICES),
+        method="megatron",
+        pins={"table": P("y")},
+    )
+    ((mesh, names, block, *_),) = blocks
+
+    def written(backend: str) -> Jaxpr:
+        of_device = block_function(mesh, names, block, RULES[backend])
+        local = [
+            jax.ShapeDtypeStruct(local_shape(v.atom.aval.shape, v.layout, mesh), v.atom.aval.dtype)
+            for v in block.inputs
+        ]
+        sharded = jax.shard_map(
+            lambda *xs: of_device(xs),
+            mesh=jax.make_mesh(mesh, names, devices=devices),
+            in_specs=P(),
+            out_specs=P(),
+            check_vma=False,
+        )
+        (eqn,) = jax.make_jaxpr(sharded)(*local).jaxpr.eqns
+        return eqn.params["jaxpr"]
+
+    assert len(unordered(written(GPU))) >= 2
+    assert not unordered(written(CPU))
+    found, expected = step(*arguments()), jax.jit(towers)(*arguments())
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected
+    )
