@@ -18,6 +18,7 @@ from autopar.passes.microbatch import batch_states as lattice
 from autopar.passes.microbatch.batch_scales import without_batch_scales
 from autopar.passes.microbatch.batch_states import BatchState
 from autopar.passes.microbatch.certificates import certificate_of
+from autopar.passes.microbatch.compared_rows import rows_to_compare
 from autopar.passes.microbatch.equations import MIXES, Context
 from autopar.passes.microbatch.nothing_divided import nothing_divided
 from autopar.passes.microbatch.phases import Phases, find_phases
@@ -32,7 +33,6 @@ from autopar.passes.microbatch.several_loops import (
     num_late,
     one_after_the_other,
     rows_for_the_middle,
-    rows_to_compare,
     rows_to_keep,
     rows_to_reuse,
 )

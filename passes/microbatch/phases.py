@@ -18,6 +18,7 @@ from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import equation_key, variables
 from autopar.passes.graph.primitives import CHEAP, ELEMENTWISE, PULLED, RESHAPES
 from autopar.passes.microbatch.batch_states import WHOLE, Form, Place
+from autopar.passes.microbatch.compared_rows import compared_rows
 from autopar.passes.microbatch.equations import Context, Decision, is_control_flow
 from autopar.passes.microbatch.liveness import (
     ABSENT,
@@ -66,6 +67,7 @@ class _Sweep:
     pulled: frozenset[int]
     same: Mapping[Var, Var]
     masks: frozenset[Var]
+    compared: frozenset[Var]
     # WHOLE here means: before the loop.
     loop_demand: Demand = field(default_factory=lambda: Demand(set))
     late_demand: set[Var] = field(default_factory=set)
@@ -187,7 +189,7 @@ class _Sweep:
         before, after = [], []
         for k, (var, asked_for) in enumerate(zip(eqn.outvars, forms, strict=True)):
             kind = kinds[k] if kinds else "split"
-            in_loop = kind in ("split", "partial")
+            in_loop = kind in ("split", "partial") and var not in self.compared
             form = own[k]
             if kind == "whole":
                 # What a body computes alike for every microbatch is had outside of the loop,
@@ -241,8 +243,8 @@ class _Sweep:
 
 def find_phases(forward: Forward, context: Context) -> Phases:
     """Assign every equation that a result needs to its phases."""
-    same = _same(forward)
-    sweep = _Sweep(forward, context, _pulled(forward), same, _masks(forward))
+    same, special = _same(forward), (_masks(forward), compared_rows(forward))
+    sweep = _Sweep(forward, context, _pulled(forward), same, *special)
     jaxpr = forward.jaxpr
     sweep.late_demand.update(map(sweep.kept, variables(jaxpr.outvars)))
     for index in range(len(jaxpr.eqns) - 1, -1, -1):

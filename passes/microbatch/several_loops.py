@@ -18,7 +18,7 @@ from autopar.passes.graph import graph as graphs
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, Graph, Input, Output, read_atom, variables
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched, in_phases
-from autopar.passes.graph.primitives import CONTROL_FLOW, HEAVY, STEPS
+from autopar.passes.graph.primitives import CONTROL_FLOW, HEAVY
 from autopar.passes.microbatch.propagate import Forward
 from autopar.passes.primitives.factor_rule import FactorRule, Rules
 from autopar.passes.primitives.populate import populate
@@ -122,26 +122,6 @@ def rows_for_the_middle(before: Forward, rest: Forward, cut: CutStep) -> list[Va
         if kinds & {"late", "partial"} or all(rest.state(v).kind != "late" for v in eqn.outvars):
             continue
         rows = [outer.get(v, v) for v in variables(eqn.invars) if not rest.state(v).early]
-        if all(v in before.states and before.states[v].kind == "split" for v in rows):
-            found.update(dict.fromkeys(rows))
-    return list(found)
-
-
-def rows_to_compare(before: Forward, rest: Forward, cut: CutStep) -> list[Var]:
-    """Rows of the first loop that the rest compares with what follows from the whole batch.
-
-    A row equals the maximum of the batch, or it does not: computed again by another program, in
-    which it may be rounded otherwise, none might.
-    """
-    outer = dict(zip(cut.held, cut.kept, strict=True))
-    found: dict[Var, None] = {}
-    for eqn in rest.jaxpr.eqns:
-        if eqn.primitive.name not in STEPS:
-            continue
-        states = [rest.state(atom) for atom in eqn.invars]
-        if not any(state.kind == "whole" and state.batch for state in states):
-            continue
-        rows = [v for v in variables(eqn.invars) if v not in outer and not rest.state(v).early]
         if all(v in before.states and before.states[v].kind == "split" for v in rows):
             found.update(dict.fromkeys(rows))
     return list(found)

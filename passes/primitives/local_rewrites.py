@@ -253,7 +253,10 @@ def _scatter(call: LocalCall) -> list[Any]:
     places, outside = _global_places(eqn, indices, dims, shape, window)
     changes = {"mode": lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
     if math.prod(indices.shape[:-1]) == 1:
-        return bind_with(eqn, _at_one_place(call, picked, places, outside), changes)
+        *given, kept = _at_one_place(call, picked, places, outside)
+        results = bind_with(eqn, given, changes)
+        # What a function makes of what is there is something else in each part.
+        return results if _replaces(eqn) else [jnp.where(kept, x, operand) for x in results]
     clipped = eqn.params["mode"] == lax.GatherScatterMode.CLIP
     columns = _columns(places if clipped else indices)
     for column, dim in enumerate(dims):
@@ -265,8 +268,10 @@ def _scatter(call: LocalCall) -> list[Any]:
 
 def _at_one_place(
     call: LocalCall, picked: Mapping[int, DimCut], places: Any, outside: Any
-) -> tuple[Any, Any, Any]:
-    """Operands of a scatter to one place within the part, which another part leaves as it is there.
+) -> tuple[Any, Any, Any, Any]:
+    """Operands of a scatter to one place within the part, and whether it is this part's.
+
+    A part that is not asked writes what is there, or adds nothing.
 
     XLA makes an updated slice of it, with what is there if the place is outside, and reads that at
     another place if the operand is a slice itself: it does not clamp the sum of both starts.
@@ -295,7 +300,16 @@ def _at_one_place(
     )
     neutral = {"scatter-add": 0, "scatter-sub": 0, "scatter-mul": 1}.get(eqn.primitive.name)
     there = there if neutral is None else jnp.full_like(there, neutral)
-    return operand, indices, jnp.where(kept.reshape(()), updates, there)
+    kept = kept.reshape(())
+    return operand, indices, jnp.where(kept, updates, there), kept
+
+
+def _replaces(eqn: JaxprEqn) -> bool:
+    """Whether a scatter writes, adds or compares its updates, and no function of what is there."""
+    update = eqn.params.get("update_jaxpr")
+    if eqn.primitive.name != "scatter" or update is None:
+        return True
+    return any(update.outvars[0] is given for given in update.invars)
 
 
 @_rewrites("dynamic_slice")

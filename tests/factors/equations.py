@@ -356,6 +356,17 @@ def indexing() -> dict[str, Case]:
             place = jnp.array(6 if mode == "promise_in_bounds" else 20)
             cases[f"scatter {name} {mode} at one place"] = (update, (f32(8, 4), place, f32(4)))
 
+    functions = {"sin": jnp.sin, "one": lambda x: 1 + 0 * x, "same": lambda x: x}
+    for name, function in functions.items():
+        for mode in ("clip", "drop", "promise_in_bounds"):
+
+            def apply(x: Any, i: Any, function: Any = function, mode: str = mode) -> Any:
+                return x.at[i].apply(function, mode=mode)
+
+            place = jnp.array(6 if mode == "promise_in_bounds" else 20)
+            cases[f"scatter {name} of {mode} at one place"] = (apply, (f32(8, 4), place))
+            cases[f"scatter {name} of {mode}"] = (apply, (f32(8, 4), jnp.array([0, 6, 3])))
+
     def scatter_zeros(i: Any, u: Any) -> Any:
         return jnp.zeros((8, 4)).at[i].add(u, mode="drop")
 
