@@ -207,11 +207,17 @@ def _counting(indices: Any) -> Any:
 def _global_places(
     eqn: JaxprEqn, indices: Any, dims: Sequence[int], shape: Sequence[int], window: Sequence[int]
 ) -> tuple[Any, Any]:
-    """Indices within the whole operand, and which of them a filling or dropping mode discards."""
+    """Indices within the whole operand, and which of them are discarded as they are outside.
+
+    So are those of a scatter that are promised to be within (the gradient of a lookup), and are
+    not: XLA drops these, where it clips what a gather reads.
+    """
     last = np.array([shape[dim] - window[dim] for dim in dims])
     places = jnp.clip(indices, 0, last.astype(indices.dtype))
     outside = jnp.zeros(indices.shape[:-1], bool)
-    if eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
+    promised = eqn.params["mode"] == lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    is_dropped = promised and eqn.primitive.name in SCATTERS
+    if is_dropped or eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
         outside = jnp.any(places != indices, axis=-1)
     return places, outside
 
