@@ -96,7 +96,7 @@ class ControlFlowBuilder(StrategyGraphBuilder):
                 results.append(Replicated())
                 continue
             source = next((v for o in outs if isinstance(v := o[position], Assigned)), None)
-            layouts = self.restriction.boundary_layouts(var, self.mesh, False)
+            layouts = self.restriction.boundary_layouts(var, self.mesh, True)
             node = self.boundary(f"{label} result", user_source(eqn), layouts, scope.times)
             if source is not None and source.node in self.state_nodes:
                 self.state_nodes.add(node)

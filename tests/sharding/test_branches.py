@@ -184,3 +184,31 @@ def test_branches_return_numbers_as_they_are_written() -> None:
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_gradients_of_branches_are_added_up_once_a_step() -> None:
+    """Layers of two kinds in turn, as a scan: what a branch makes of a microbatch is a part."""
+
+    def train_step(params: Any, x: Any) -> Any:
+        def layer(h: Any, given: Any) -> Any:
+            (w, v), number = given
+            kinds = (lambda h: h + jnp.tanh(h @ w), lambda h: h * jnp.tanh(h @ v), lambda h: h)
+            return jax.lax.switch(number % 3, kinds, h), None
+
+        def loss_fn(params: Any) -> Any:
+            return jnp.mean(jax.lax.scan(layer, x, (params, jnp.arange(6)))[0] ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    rng = np.random.default_rng(0)
+    params = [jnp.asarray(rng.normal(size=(6, 64, 64)), "float32") / 8 for _ in range(2)]
+    x = jnp.asarray(rng.normal(size=(32, 64)), "float32")
+    step = autopar.compile(
+        train_step, params, x, method="data", microbatches=4, logical_mesh=(8,), donate_argnums=()
+    )
+    found, expected = step(params, x), jax.jit(train_step)(params, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
+    (stage,) = step.plan.stages
+    assert {c.kind for c in stage.collectives} >= {"all-reduce"}
+    assert {c.times for c in stage.collectives} == {1}
