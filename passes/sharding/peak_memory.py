@@ -171,7 +171,8 @@ def label_of(key: str | ShardedValue, names: dict[Var, str]) -> str:
     if isinstance(key, str):
         return key
     atom = key.atom
-    return names.get(atom, f"{atom.aval.str_short()} (a value of the step)")
+    name = None if is_literal(key) else names.get(atom)
+    return name or f"{atom.aval.str_short()} (a value of the step)"
 
 
 def _inner_peak(
