@@ -30,6 +30,7 @@ from autopar.passes.sharding.spmd_program import (
     Loop,
     Relayout,
     ShardedValue,
+    is_literal,
     reads,
     writes,
 )
@@ -44,24 +45,28 @@ class CollectiveTurns:
         self._are_needed = any(map(_goes_on, instructions))
         # Sets of these instructions are the bits of a number.
         self._after: dict[ShardedValue, int] = {}
-        self._results: list[ShardedValue] = []
+        self._results: list[tuple[ShardedValue, ...]] = []
         self._before: list[int] = []
         self._loops = 0
 
     def take(self, env: MutableMapping[ShardedValue, Any], instruction: Instruction) -> None:
-        """Lets an instruction wait, which is evaluated next; `env` has what it reads."""
+        """Lets an instruction wait, which is evaluated next; `env` has what it reads.
+
+        What has no results (a loop that prints) is waited for by nothing.
+        """
         if not self._are_needed:
             return
         before = functools.reduce(
             lambda all_, value: all_ | self._after.get(value, 0), reads(instruction), 0
         )
-        if goes_on := _goes_on(instruction):
+        goes_on, communicates = _goes_on(instruction), _communicates(instruction)
+        if goes_on:
             before |= self._wait(env, instruction, (1 << len(self._results)) - 1 & ~before)
-        elif _communicates(instruction):
+        elif communicates:
             before |= self._wait(env, instruction, self._loops & ~before)
-        if goes_on or _communicates(instruction):
+        if goes_on or communicates:
             number = len(self._results)
-            self._results.append(writes(instruction)[0])
+            self._results.append(writes(instruction))
             self._before.append(before)
             self._loops |= goes_on << number
             before |= 1 << number
@@ -70,21 +75,36 @@ class CollectiveTurns:
     def _wait(
         self, env: MutableMapping[ShardedValue, Any], instruction: Instruction, others: int
     ) -> int:
-        """Lets an instruction wait for others; which these are, if it reads anything."""
-        numbers = [n for n in range(len(self._results)) if others >> n & 1]
-        implied = functools.reduce(lambda all_, n: all_ | self._before[n], numbers, 0)
-        ends = [env[self._results[n]] for n in numbers if not implied >> n & 1]
-        ends = [jnp.asarray(x) for x in ends if x.size]
-        given = [v for v in reads(instruction) if v in env and _can_wait(env[v])]
-        if not ends or not given:
-            return 0
-        value = min(given, key=lambda v: env[v].size)
-        env[value] = _after_all(env[value], ends)
-        return others
+        """Lets an instruction wait for others; which it does wait for, with all before these.
+
+        Of a loop, all results are waited for: XLA knows some without running it, as a counter.
+        """
+        given = [v for v in _used(instruction) if v in env and _can_wait(env[v])]
+        ends, found, left = list[Any](), 0, others if given else 0
+        while left:
+            number = left.bit_length() - 1  # the last ones say what they have waited for
+            own = [jnp.asarray(env[v]) for v in self._results[number] if v in env]
+            there = [x for x in own if x.size]
+            ends += there
+            found |= (1 << number | self._before[number]) if there else 0
+            left &= ~(1 << number | found)
+        if ends:
+            value = min(given, key=lambda v: env[v].size)
+            env[value] = _after_all(env[value], ends)
+        return found
 
 
 def _can_wait(value: Any) -> bool:
     return hasattr(value, "dtype") and not is_key(value.dtype) and value.size > 0
+
+
+def _used(instruction: Instruction) -> tuple[ShardedValue, ...]:
+    """What an instruction reads; of a loop, what its body does."""
+    if not isinstance(instruction, Loop):
+        return reads(instruction)
+    inside = {v for x in instruction.body.instructions for v in reads(x)}
+    pairs = zip(instruction.body.inputs, instruction.operands, strict=True)
+    return tuple(outer for inner, outer in pairs if inner in inside and not is_literal(outer))
 
 
 def _after_all(value: Any, ends: Iterable[Any]) -> Any:

@@ -151,14 +151,14 @@ def analyze(
     states = input_states(graph, num_microbatches)
     apart = with_tails_apart(graph, states, limits.context(rules))
     if apart is not None:
+        rules_apart = populate(apart.jaxpr)
         other = analyze(
             apart,
-            populate(apart.jaxpr),
+            rules_apart,
             num_microbatches,
             max_flops_share=max_flops_share,
             max_bytes_share=max_bytes_share,
-            max_loops=max_loops,
-            later_loops=later_loops,
+            max_loops=1,
         )
         if not other.culprits:
             return other
@@ -170,9 +170,10 @@ def analyze(
             return other
     several = None
     if max_loops > 1 and not immovable_effects(graph):
-        states = input_states(graph, num_microbatches, params=("state", "constant"))
-        given = dict(zip(graph.jaxpr.invars, states, strict=True))
-        several = _in_several_loops(graph, rules, limits, given, (), max_loops)
+        whole, known = (graph, rules) if apart is None else (apart, rules_apart)
+        states = input_states(whole, num_microbatches, params=("state", "constant"))
+        given = dict(zip(whole.jaxpr.invars, states, strict=True))
+        several = _in_several_loops(whole, known, limits, given, (), max_loops)
     return several or replace(usual, max_loops=max_loops)
 
 

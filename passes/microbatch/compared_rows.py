@@ -1,19 +1,21 @@
-"""Rows that are compared with what follows from the whole batch are those that it follows from.
+"""Rows that are compared with what the whole batch makes of them are the same, bit by bit.
 
 A row equals the maximum of the batch, or it does not. Computed again by another program (in a loop,
 and before it for all rows), in which it may be rounded otherwise, none might, and the gradient of
-the maximum is lost.
+the maximum is lost. So the loop is given what the maximum was taken of. Not so inside of a scan's
+body, and what `jax.checkpoint` computes again is computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
-from jax.extend.core import Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.passes.graph.graph import variables
-from autopar.passes.graph.primitives import STEPS
+from autopar.passes.graph.primitives import CASTS, RESHAPES, STEPS
 from autopar.passes.microbatch.propagate import Forward
 from autopar.passes.microbatch.several_loops import CutStep
 
@@ -26,20 +28,76 @@ def compared_rows(found: Forward) -> frozenset[Var]:
         for var in eqn.outvars
         if _is_of_batch(found, var) and any(found.state(x).kind == "split" for x in eqn.invars)
     }
-    return frozenset(var for var in _compared(found, of_batch) if found.states[var].early)
+    pairs = [pair for pair in _compared(found, of_batch) if found.states[pair[0]].early]
+    makers = _Makers(found.jaxpr, [var for var, _ in pairs])
+    told = _told(found, {var: makers.of(var) for var in of_batch} if pairs else {})
+    return frozenset(var for var, other in pairs if makers.own(var) & told.get(other, 0))
 
 
 def rows_to_compare(before: Forward, rest: Forward, cut: CutStep) -> list[Var]:
     """Rows of the first loop that the rest compares with what follows from the whole batch."""
     of_batch = {var for var in _made_from(rest, cut.held) if _is_of_batch(rest, var)}
-    return [
-        var
-        for var in dict.fromkeys(_compared(rest, of_batch))
+    pairs = [
+        (var, other)
+        for var, other in _compared(rest, of_batch)
         if var not in cut.held
         and not rest.states[var].early
         and var in before.states
         and before.states[var].kind == "split"
     ]
+    makers = _Makers(before.jaxpr, [var for var, _ in pairs])
+    kept = dict(zip(cut.held, cut.kept, strict=True))
+    told = _told(rest, {held: makers.of(var) for held, var in kept.items()} if pairs else {})
+    return list(dict.fromkeys(var for var, other in pairs if makers.own(var) & told.get(other, 0)))
+
+
+class _Makers:
+    """Which of some rows each value of a program is made from: sets of them, as bits of a number.
+
+    What moves a row's elements, or casts them, makes the same rows.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, rows: Sequence[Var]) -> None:
+        self._same: dict[Var, Var] = {}
+        for eqn in jaxpr.eqns if rows else ():
+            if eqn.primitive.name in RESHAPES | CASTS and isinstance(eqn.invars[0], Var):
+                self._same[eqn.outvars[0]] = self._root(eqn.invars[0])
+        self._bits = dict[Var, int]()
+        for var in map(self._root, rows):
+            self._bits.setdefault(var, 1 << len(self._bits))
+        self._of = dict(self._bits)
+        for eqn in jaxpr.eqns if rows else ():
+            made = _union(self._of, eqn)
+            for var in eqn.outvars if made else ():
+                self._of[var] = made | self._bits.get(var, 0)
+
+    def _root(self, var: Var) -> Var:
+        return self._same.get(var, var)
+
+    def own(self, row: Var) -> int:
+        """A row's own bit."""
+        return self._bits[self._root(row)]
+
+    def of(self, var: Var) -> int:
+        """The rows that a value is made from."""
+        return self._of.get(var, 0)
+
+
+def _told(found: Forward, of_batch: Mapping[Var, int]) -> dict[Var, int]:
+    """For what is made of values of the whole batch, the rows that those are made from."""
+    told = dict(of_batch)
+    for eqn in found.jaxpr.eqns if told else ():
+        made = _union(told, eqn)
+        for var in eqn.outvars if made else ():
+            told[var] = made | told.get(var, 0)
+    return told
+
+
+def _union(sets: Mapping[Var, int], eqn: JaxprEqn) -> int:
+    made = 0
+    for var in variables(eqn.invars):
+        made |= sets.get(var, 0)
+    return made
 
 
 def _is_of_batch(found: Forward, var: Var) -> bool:
@@ -49,24 +107,27 @@ def _is_of_batch(found: Forward, var: Var) -> bool:
 def _made_from(found: Forward, values: Iterable[Var]) -> set[Var]:
     """These values, and what is made from any of them."""
     made = set(values)
-    for eqn in found.jaxpr.eqns:
+    for eqn in found.jaxpr.eqns if made else ():
         if not made.isdisjoint(variables(eqn.invars)):
             made.update(eqn.outvars)
     return made
 
 
-def _compared(found: Forward, of_batch: Iterable[Var]) -> Iterator[Var]:
-    """The rows that are compared with something else which is made from values of the batch.
+def _compared(found: Forward, of_batch: Iterable[Var]) -> Iterator[tuple[Var, Var]]:
+    """Rows, each with something else that it is compared with and that follows from the batch.
 
     Integers are the same however often they are computed.
     """
     made = _made_from(found, of_batch)
     for eqn in found.jaxpr.eqns if made else ():
-        operands = variables(eqn.invars)
-        if eqn.primitive.name not in STEPS or made.isdisjoint(operands):
+        if eqn.primitive.name not in STEPS:
             continue
-        for var in operands:
+        for var, other in itertools.permutations(variables(eqn.invars), 2):
             is_float = jnp.issubdtype(var.aval.dtype, jnp.inexact)
-            others = (x for x in operands if x is not var)
-            if is_float and found.states[var].kind == "split" and not made.isdisjoint(others):
-                yield var
+            if (
+                is_float
+                and found.states[var].kind == "split"
+                and other in made
+                and var is not other
+            ):
+                yield var, other

@@ -276,9 +276,11 @@ def test_queries_that_share_a_head_of_keys_are_on_several_devices(
     nodes = compiled.plan.stages[0].strategies
     choices = [node.choice for node in nodes if "attention" in node.node]
     assert len(choices) == 2 and all(("xy" if mesh[0] > 1 else "y") in c for c in choices), choices
-    # Ten times gradients that devices add in 16 bits.
-    for one, other in zip(*map(jax.tree.leaves, (compiled(weights, x), expected)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-2, atol=4e-2)
+    (found, loss), (wanted, wanted_loss) = compiled(weights, x), expected
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-2)
+    for one, other, before in zip(found, wanted, weights, strict=True):
+        # Gradients of a few steps' size, which devices add in 16 bits.
+        assert np.abs(one - other).max() <= 2e-2 * np.abs(other - before).max() + 1e-6
 
 
 def test_heads_of_queries_are_cut_inside_of_heads_of_keys_alone() -> None:

@@ -95,3 +95,21 @@ def test_the_first_loop_gives_the_rows(reduced: Any, arguments: Any) -> None:
     assert len(analysis.parts) == 2
     kept = [var.aval.shape for var in analysis.cuts[0].kept]
     assert (ROWS, 8) in kept
+
+
+@pytest.mark.parametrize("last", [lambda h: h.max(1), lambda h: jnp.maximum(h, 2 * h[:, ::-1])])
+def test_other_comparisons_are_no_reason(last: Any, arguments: Any) -> None:
+    """Rows that statistics of the batch scale are compared with each other, not with these."""
+
+    def step(params: Any, batch: Any) -> Any:
+        x = batch["x"][:, :HIDDEN]
+        x = jax.lax.stop_gradient((x - x.mean(0)) / jnp.maximum(x.std(0), 1e-3))
+
+        def loss_fn(params: Any) -> Any:
+            h = jnp.tanh(x @ params["first"])
+            return jnp.mean(last(jnp.tanh(h @ params["second"])) ** 2)
+
+        return jax.value_and_grad(loss_fn)(params)
+
+    analysis = check_split(step, arguments, 4, tolerance=1e-4, max_loops=1)
+    assert analysis.costs.loop_share > 0.9

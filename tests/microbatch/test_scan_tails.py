@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from microbatch.helpers import check_split
+from microbatch.helpers import analyzed, check_split
 
 from autopar.base.errors import InexactMicrobatchError
 
@@ -99,6 +99,59 @@ def test_histories_of_layers_that_are_a_scan(form: str, is_reversed: bool) -> No
         analysis = check_split(step, arguments(), 4)
     assert not analysis.parts
     assert analysis.costs.loop_share > 0.8
+
+
+def drawn(x: Any, given: Any) -> tuple[Any, Any]:
+    """A stack that takes random bits of a kind that draws others if it is mapped."""
+    y = jnp.tanh(x @ given[0])
+    key = jax.random.key(given[1], impl="rbg")
+    return y, jnp.log1p(jnp.abs(y).max()) * jax.random.uniform(key, (3,), y.dtype)
+
+
+def called(x: Any, given: Any) -> tuple[Any, Any]:
+    y = jnp.tanh(x @ given[0])
+    top = jnp.abs(y).max()
+    return y, jax.pure_callback(np.sqrt, jax.ShapeDtypeStruct((), y.dtype), top)
+
+
+def kept_number(x: Any, given: Any) -> tuple[Any, Any]:
+    """What is carried never changes: JAX makes it a constant that is a number."""
+    (x, threshold), (w, _) = x, given
+    y = jnp.tanh(x @ w)
+    return (y, threshold), jnp.minimum(jnp.abs(y).max(), threshold)
+
+
+@pytest.mark.filterwarnings("ignore::autopar.errors.UnknownPrimitiveWarning")
+@pytest.mark.parametrize("body", [drawn, called, kept_number], ids=lambda body: body.__name__)
+def test_stacks_of_the_forward_pass(body: Any) -> None:
+    """Of rows that are the batch itself; iterations that cannot be mapped, or read a number."""
+
+    def step(params: Any, x: Any) -> Any:
+        start = (x, 0.5) if body is kept_number else x
+        given = params["layers"][0], jnp.arange(DEPTH)
+        last, stacks = lax.scan(body, start, given)
+        return jax.tree.leaves(last)[0] @ params["last"], stacks
+
+    with jax.enable_x64(True):
+        analysis = check_split(step, arguments(), 4)
+    assert analysis.costs.loop_share > 0.8
+
+
+def test_an_optimizer_that_is_a_scan_stays_one() -> None:
+    """Layer by layer, to save memory: no microbatch is waited for in it."""
+
+    def step(params: Any, x: Any) -> Any:
+        def loss_fn(layers: Any) -> Any:
+            h, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
+            return jnp.mean(jax.nn.logsumexp(h @ h.T, axis=-1))
+
+        loss, grads = jax.value_and_grad(loss_fn)(params["layers"][0])
+        return lax.map(lambda g: g / jnp.linalg.norm(g), grads), loss
+
+    args = jax.tree.map(np.float32, arguments())
+    graph, analysis = analyzed(step, args, 4)
+    assert len(analysis.parts) > 1
+    assert analysis.graph is graph
 
 
 def test_what_iterations_wait_for_stays_in_them() -> None:
