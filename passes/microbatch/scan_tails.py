@@ -108,7 +108,8 @@ def _in_two(eqn: JaxprEqn, given: Sequence[BatchState], context: Context) -> _Pa
         return None
     length = loop.num_microbatches
     sums = {var: stacked(var, length) for var in tail.sums}
-    stacks = [*(pair for pair in asked if pair not in late), *sums.items()]
+    kept = [(x, v) for x, v in asked if found.state(x).kind != "late"]
+    stacks = [*kept, *sums.items()]
     wanted = [*carried, *(x for x, _ in stacks)]
     body = graphs.eliminate_dead_code(jax_compat.replace_jaxpr(loop.body, outvars=wanted))
     read = graphs.used_vars(body)
