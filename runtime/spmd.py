@@ -52,10 +52,10 @@ from autopar.passes.sharding.turned_gathers import turned_gathers
 from autopar.passes.sharding.turned_sums import turned_sums
 from autopar.passes.sharding.waiting import Tie
 from autopar.runtime.all_reduce import all_reduce
+from autopar.runtime.bind_for import bind_for
 from autopar.runtime.collective_turns import CollectiveTurns
 from autopar.runtime.filled_buffers import filled, stacks_of
 from autopar.runtime.host_callbacks import HostCallbacks
-from autopar.runtime.local_bind import bind_for
 from autopar.runtime.loop_carries import added_in_loop, as_carried, in_order
 from autopar.runtime.loop_runs import run_loop
 from autopar.runtime.sent_numbers import as_sent, is_sent_otherwise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -54,9 +55,8 @@ def arguments() -> tuple[Any, Any]:
 
 
 def communicates(eqn: JaxprEqn) -> bool:
-    return any(
-        x.primitive.name.startswith("psum") for body in inner_jaxprs(eqn) for x in walk(body)
-    ) or (eqn.primitive.name.startswith("psum"))
+    inside = itertools.chain(*map(walk, inner_jaxprs(eqn)))
+    return any(x.primitive.name.startswith("psum") for x in (eqn, *inside))
 
 
 def unordered(jaxpr: Jaxpr) -> list[tuple[str, str]]:
@@ -127,3 +127,23 @@ def test_towers_communicate_one_after_the_other(
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected
     )
+
+
+def test_a_loop_without_results_is_waited_for_by_nothing() -> None:
+    """It prints a sum over devices in every trip."""
+    seen = list[float]()
+
+    def step(params: Any, x: Any) -> Any:
+        def told(_: Any, w: Any) -> Any:
+            jax.debug.callback(lambda s: seen.append(float(s)), (jnp.tanh(x @ w[0]) @ w[1]).sum())
+            return None, None
+
+        lax.scan(told, None, params["one"])
+        return scanned(x, params["two"])
+
+    mesh: dict[str, Any] = {"devices": jax.devices()[:DEVICES], "logical_mesh": (1, DEVICES)}
+    run = autopar.compile(step, *arguments(), batch_argnums=(1,), method="megatron", **mesh)
+    found, expected = run(*arguments()), scanned(arguments()[1], arguments()[0]["two"])
+    jax.effects_barrier()
+    assert len(seen) == LAYERS
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

@@ -481,24 +481,3 @@ def test_activations_of_all_layers_are_returned() -> None:
             params, results = parallel(params, BATCH)
             plain, wanted = jax.jit(step)(plain, BATCH)
         assert_close(jax.device_get((params, results)), jax.device_get((plain, wanted)))
-
-
-def test_results_that_are_numbers_at_the_worst_moment() -> None:
-    """A large buffer of the state begins anew with zeros, which are a number and no variable."""
-
-    def step(state: Any, batch: Any) -> Any:
-        def loss_fn(params: Any) -> Any:
-            return jnp.mean((jnp.tanh(batch["x"] @ params[0]) @ params[1] - batch["y"]) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
-        return {"params": params, "seen": jnp.zeros((256, 256))}, (loss, 0.0)
-
-    params = jax.random.normal(jax.random.key(0), (2, 16, 16)) / 4
-    state = {"params": list(params), "seen": jnp.ones((256, 256))}
-    parallel = autopar.compile(
-        step, state, BATCH, stages=2, microbatches=2, schedule="gpipe", donate_argnums=()
-    )
-    assert_close(
-        jax.device_get(parallel(state, BATCH)), jax.device_get(jax.jit(step)(state, BATCH))
-    )

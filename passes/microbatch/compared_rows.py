@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, Var
 
 from autopar.passes.graph.graph import variables
 from autopar.passes.graph.primitives import CASTS, RESHAPES, STEPS
@@ -29,14 +29,17 @@ def compared_rows(found: Forward) -> frozenset[Var]:
         if _is_of_batch(found, var) and any(found.state(x).kind == "split" for x in eqn.invars)
     }
     pairs = [pair for pair in _compared(found, of_batch) if found.states[pair[0]].early]
+    if not pairs:
+        return frozenset()
     makers = _Makers(found.jaxpr, [var for var, _ in pairs])
-    told = _told(found, {var: makers.of(var) for var in of_batch} if pairs else {})
+    told = _spread(found.jaxpr, {var: makers.of(var) for var in of_batch})
     return frozenset(var for var, other in pairs if makers.own(var) & told.get(other, 0))
 
 
 def rows_to_compare(before: Forward, rest: Forward, cut: CutStep) -> list[Var]:
     """Rows of the first loop that the rest compares with what follows from the whole batch."""
-    of_batch = {var for var in _made_from(rest, cut.held) if _is_of_batch(rest, var)}
+    later = _spread(rest.jaxpr, dict.fromkeys(cut.held, 1))
+    of_batch = {var for var in later if _is_of_batch(rest, var)}
     pairs = [
         (var, other)
         for var, other in _compared(rest, of_batch)
@@ -47,7 +50,7 @@ def rows_to_compare(before: Forward, rest: Forward, cut: CutStep) -> list[Var]:
     ]
     makers = _Makers(before.jaxpr, [var for var, _ in pairs])
     kept = dict(zip(cut.held, cut.kept, strict=True))
-    told = _told(rest, {held: makers.of(var) for held, var in kept.items()} if pairs else {})
+    told = _spread(rest.jaxpr, {held: makers.of(var) for held, var in kept.items()})
     return list(dict.fromkeys(var for var, other in pairs if makers.own(var) & told.get(other, 0)))
 
 
@@ -65,11 +68,7 @@ class _Makers:
         self._bits = dict[Var, int]()
         for var in map(self._root, rows):
             self._bits.setdefault(var, 1 << len(self._bits))
-        self._of = dict(self._bits)
-        for eqn in jaxpr.eqns if rows else ():
-            made = _union(self._of, eqn)
-            for var in eqn.outvars if made else ():
-                self._of[var] = made | self._bits.get(var, 0)
+        self._of = _spread(jaxpr, self._bits)
 
     def _root(self, var: Var) -> Var:
         return self._same.get(var, var)
@@ -83,34 +82,20 @@ class _Makers:
         return self._of.get(var, 0)
 
 
-def _told(found: Forward, of_batch: Mapping[Var, int]) -> dict[Var, int]:
-    """For what is made of values of the whole batch, the rows that those are made from."""
-    told = dict(of_batch)
-    for eqn in found.jaxpr.eqns if told else ():
-        made = _union(told, eqn)
+def _spread(jaxpr: Jaxpr, sets: Mapping[Var, int]) -> dict[Var, int]:
+    """Sets of some values, as bits of a number, and of what is made from these: their unions."""
+    found = dict(sets)
+    for eqn in jaxpr.eqns if found else ():
+        made = 0
+        for var in variables(eqn.invars):
+            made |= found.get(var, 0)
         for var in eqn.outvars if made else ():
-            told[var] = made | told.get(var, 0)
-    return told
-
-
-def _union(sets: Mapping[Var, int], eqn: JaxprEqn) -> int:
-    made = 0
-    for var in variables(eqn.invars):
-        made |= sets.get(var, 0)
-    return made
+            found[var] = made | found.get(var, 0)
+    return found
 
 
 def _is_of_batch(found: Forward, var: Var) -> bool:
     return found.states[var].kind == "whole" and found.states[var].batch
-
-
-def _made_from(found: Forward, values: Iterable[Var]) -> set[Var]:
-    """These values, and what is made from any of them."""
-    made = set(values)
-    for eqn in found.jaxpr.eqns if made else ():
-        if not made.isdisjoint(variables(eqn.invars)):
-            made.update(eqn.outvars)
-    return made
 
 
 def _compared(found: Forward, of_batch: Iterable[Var]) -> Iterator[tuple[Var, Var]]:
@@ -118,7 +103,7 @@ def _compared(found: Forward, of_batch: Iterable[Var]) -> Iterator[tuple[Var, Va
 
     Integers are the same however often they are computed.
     """
-    made = _made_from(found, of_batch)
+    made = _spread(found.jaxpr, dict.fromkeys(of_batch, 1))
     for eqn in found.jaxpr.eqns if made else ():
         if eqn.primitive.name not in STEPS:
             continue

@@ -37,6 +37,11 @@ from autopar.passes.microbatch.new_program import NewProgram
 from autopar.passes.microbatch.propagate import Forward, scan_bodies, shifted, transfer
 from autopar.passes.primitives.populate import populate
 
+_MANY_AT_ONCE = (ELEMENTWISE | RESHAPES | REDUCTIONS | MOVES | SCATTERS.keys()) - {
+    "constrain", "device_put", "exchange", "name", "reduce", "tie", "to_host",
+}  # fmt: skip
+"""JAX maps these over a dimension, and each result is what it is alone."""
+
 
 def with_tails_apart(graph: Graph, states: Sequence[BatchState], context: Context) -> Graph | None:
     """The same program in which scans give sums, of which the rest is made; None if there is none.
@@ -106,7 +111,7 @@ def _in_two(eqn: JaxprEqn, given: Sequence[BatchState], context: Context) -> _Pa
     tail = _tail(found, [x for x, _ in late])
     if tail is None or any(item.carry in tail.reads for item in loop.accumulators):
         return None
-    length = loop.num_microbatches
+    length = eqn.params["length"]
     sums = {var: stacked(var, length) for var in tail.sums}
     kept = [(x, v) for x, v in asked if found.state(x).kind != "late"]
     stacks = [*kept, *sums.items()]
@@ -238,9 +243,3 @@ def _in_all_iterations(
         return list(lax.scan(lambda _, xs: (None, iteration(fixed, xs)), None, stacks, length)[1])
 
     return at_once
-
-
-_MANY_AT_ONCE = (ELEMENTWISE | RESHAPES | REDUCTIONS | MOVES | SCATTERS.keys()) - {
-    "constrain", "device_put", "exchange", "name", "reduce", "tie", "to_host",
-}  # fmt: skip
-"""JAX maps these over a dimension, and each result is what it is alone."""

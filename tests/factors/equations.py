@@ -359,10 +359,7 @@ def indexing() -> dict[str, Case]:
     def added_outside(x: Any, i: Any, u: Any) -> Any:
         return x.at[i].add(u, mode="promise_in_bounds")
 
-    cases["scatter add outside of what is promised"] = (
-        added_outside,
-        (f32(8, 4), outside, updates),
-    )
+    cases["scatter add promised outside"] = (added_outside, (f32(8, 4), outside, updates))
     functions = {"sin": jnp.sin, "one": lambda x: 1 + 0 * x, "same": lambda x: x}
     for name, function in functions.items():
         for mode in ("clip", "drop", "promise_in_bounds"):

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
@@ -99,3 +100,25 @@ def test_what_is_in_flight() -> None:
     assert between("zb_h1", 3)[0] == 1
     assert between("zb_h1", 3)[2] > 1, "weight gradients wait"
     assert between("inference", 1) == (16, 16, 0)
+
+
+def test_results_that_are_numbers_at_the_worst_moment() -> None:
+    """A large buffer of the state begins anew with zeros, which are a number and no variable."""
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            return jnp.mean((jnp.tanh(batch["x"] @ params[0]) @ params[1] - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        return {"params": params, "seen": jnp.zeros((256, 256))}, (loss, 0.0)
+
+    rng = np.random.default_rng(0)
+    params = jnp.asarray(rng.normal(size=(2, 16, 16)) / 4, "float32")
+    batch = {name: jnp.asarray(rng.normal(size=(8, 16)), "float32") for name in "xy"}
+    state = {"params": list(params), "seen": jnp.ones((256, 256))}
+    parallel = autopar.compile(
+        step, state, batch, stages=2, microbatches=2, schedule="gpipe", donate_argnums=()
+    )
+    found, expected = parallel(state, batch), jax.jit(step)(state, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)

@@ -1,4 +1,4 @@
-"""How equations that are not JAX's own business are bound on one device's slices."""
+"""How an equation is bound on a device's slices: as it is, or as its compiler does best."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bind_for(
     changes: Mapping[str, Any],
     order: tuple[int, ...] = (0, 1, 2),
 ) -> list[Any]:
-    """Results of an equation with some params changed, by what a compiler is best given.
+    """Results of an equation on what a device has of its operands.
 
     Args:
       rules: those of the compiler.
