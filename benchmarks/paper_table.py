@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -111,10 +112,10 @@ def measured_apart(case: PlanningCase, layers: int | None, timeout: float, scrip
     return row
 
 
-def one_case(label: str, layers: int | None) -> Row:
-    """Measure the case of this label."""
+def one_case(label: str, layers: int | None, *, keeps: bool = False) -> Row:
+    """Measure the case of this label; if it `keeps` all, without its model's `jax.checkpoint`."""
     (case,) = (case for case in cases(everywhere=True) if case.label == label)
-    return measure(case, layers)
+    return measure(replace(case, remat=False) if keeps else case, layers)
 
 
 def paper_table(

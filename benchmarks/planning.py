@@ -147,12 +147,15 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="REGEX", help="cases whose label has this")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for a case")
     parser.add_argument("--case", metavar="LABEL", help="measure one case here")
+    parser.add_argument(
+        "--keep", action="store_true", help="of that case, without the model's jax.checkpoint"
+    )
     options = parser.parse_args()
     layers = options.layers[0] if options.layers else None
     if options.case:
         from paper_table import one_case
 
-        print(json.dumps(one_case(options.case, layers)))
+        print(json.dumps(one_case(options.case, layers, keeps=options.keep)))
         return
     if options.paper or options.all:
         from paper_table import paper_table

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import sys
+import types
 from typing import Any
 
 import jax
@@ -16,7 +18,9 @@ import autopar
 from autopar.base.errors import MemoryLimitError
 from autopar.base.options import Options
 from autopar.passes.planner import compiler, layout_search, one_mesh, stage_pricing, unit_costs
+from autopar.passes.planner.automatic_stages import AutomaticStages
 from autopar.passes.planner.compiler import compile_graph
+from autopar.passes.planner.known_costs import PricedStages
 from autopar.passes.planner.more_microbatches import worth_trying
 from autopar.passes.planner.unit_costs import UnitCosts
 from autopar.passes.trace.trace import trace
@@ -303,3 +307,53 @@ def test_one_mesh_needs_no_schedule() -> None:
     one = cluster(1)
     plan = autopar.plan(train_step, jax.eval_shape(init), *BATCH, cluster=one, schedule="1f1b")
     assert len(plan.stages) == 1
+
+
+def priced_stages(seconds: dict[int, tuple[float, float]], count: int) -> Any:
+    """Stages as priced with `count` microbatches, and what they tell of others."""
+
+    class Priced:
+        """Takes so many seconds within the limit, and so many with any memory."""
+
+        def __init__(self, own: int):
+            self.own = own
+
+        def with_microbatches(self, other: int) -> Priced:
+            return Priced(other)
+
+        def within(self, limit: int, at_most: float = math.inf) -> tuple[None, float] | None:
+            found = seconds[self.own][limit == sys.maxsize]
+            return None if found > at_most else (None, found)
+
+    split: Any = types.SimpleNamespace(num_microbatches=count)
+    search: Any = Priced(count)
+    return PricedStages(split, search, search.within(0))
+
+
+def stages_of(rows: int) -> AutomaticStages:
+    graph = trace(lambda w, x: jnp.mean(x @ w), (jnp.ones((4, 4)), jnp.ones((rows, 4)))).graph
+    search: Any = types.SimpleNamespace(graph=graph, options=Options(), cluster=cluster())
+    return AutomaticStages(search)
+
+
+@pytest.mark.parametrize(
+    ("others", "is_short"),
+    [
+        ({}, True),
+        ({16: (50.0, 30.0), 64: (39.5, 39.0)}, True),  # hardly quicker
+        ({16: (50.0, 30.0), 64: (36.0, 28.0)}, False),  # clearly quicker
+    ],
+)
+def test_stages_that_memory_makes_slow_wait_for_quicker_ones(
+    others: dict[int, tuple[float, float]], is_short: bool
+) -> None:
+    stages = priced_stages({32: (40.0, 31.0)} | others, 32)
+    assert stages_of(128)._is_short(stages, [*others]) == is_short
+
+
+def test_microbatches_of_one_row_tell_nothing_of_others() -> None:
+    """No value of theirs has a dimension of rows: all time would be the same for more rows."""
+    priced = [priced_stages({count: (1.0, 1.0)}, count) for count in (32, 64, 128)]
+    assert stages_of(256)._telling(priced) is priced[-1]
+    assert stages_of(128)._telling(priced) is priced[1]
+    assert stages_of(128)._telling(priced[2:]) is priced[2]

@@ -37,6 +37,7 @@ NEARLY = 1.05  # times the limit, what stages need that may fit if they are plan
 # Times what stages take with any memory: those that are promised to take more may be quicker by
 # computing some values again, of which their search does not know. So they are planned first.
 SHORT_OF_MEMORY = 1.25
+CLEARLY = 1.05  # times less than what is promised
 REALIZED = 1.03  # times what is promised, what a planned step takes without that being a surprise
 
 
@@ -127,7 +128,8 @@ class AutomaticStages:
         With nothing priced, those of a node: what stages take there says of smaller submeshes, on
         which more stages need more memory together, whether they need be priced.
         """
-        known = [*self.search.known.stages.values()][-1:]
+        priced = [*self.search.known.stages.values()]
+        known = [self._telling(priced)] if priced else []
         longest = self.search.best_seconds
         found = [x.search.with_microbatches(count).within(self.limit, longest) for x in known]
         likely = {size for each in found if each for size in each[0].devices}
@@ -176,15 +178,17 @@ class AutomaticStages:
 
         while True:
             if last is not None:
-                if last in waiting and not made and self._is_short(last):
+                left = [count for count in self.counts() if count not in tried]
+                if last in waiting and not made and self._is_short(last, left):
                     waiting.remove(last)
                     plan(last, must_fit=self._knows_others(made))
-                left = [count for count in self.counts() if count not in tried]
                 hoped = min([promised, *(each.promise for each in waiting)])
                 known, looked_at = looked_at, (last.split.num_microbatches, left, hoped)
                 # Else there was none, though it had to be no quicker.
                 if known is None or known[:2] != looked_at[:2] or hoped > known[2]:
-                    counts = worth_trying(last.search, left, self.limit, hoped, last.promise)
+                    told = self._telling([*self.search.known.stages.values(), last])
+                    asked = left, self.limit, hoped, told.promise
+                    counts = worth_trying(told.search, *asked)
             found = self._first_stages(counts)
             if found is not None:
                 last = found
@@ -208,7 +212,24 @@ class AutomaticStages:
         is_known = min(self.search.best_seconds, seconds_of_best(made)) < math.inf
         return is_known or bool(self.search.known.misfits)
 
-    def _is_short(self, stages: PricedStages) -> bool:
-        """Whether memory makes stages so slow that computing values again may well be quicker."""
+    def _is_short(self, stages: PricedStages, left: Sequence[int]) -> bool:
+        """Whether memory makes stages so slow that computing values again may well be quicker.
+
+        Not where they are expected to be clearly quicker with a number of microbatches that is
+        `left`: by so much, computing again hardly makes stages quicker than is promised.
+        """
         enough = stages.promise / SHORT_OF_MEMORY
-        return stages.first is not None and stages.search.within(sys.maxsize, enough) is not None
+        if stages.first is None or stages.search.within(sys.maxsize, enough) is None:
+            return False
+        others = map(stages.search.with_microbatches, left)
+        longest = stages.promise / CLEARLY
+        return all(other.within(self.limit, longest) is None for other in others)
+
+    def _telling(self, priced: Sequence[PricedStages]) -> PricedStages:
+        """The last that tells of other numbers of microbatches; of a single row none does.
+
+        Which of their values have it is not known then, nor what more rows would take.
+        """
+        rows = min(batch_sizes(self.search.graph), default=1)
+        several = [x for x in priced if x.split.num_microbatches < rows]
+        return (several or priced)[-1]
