@@ -393,3 +393,19 @@ def test_an_ambiguous_batch_has_a_line_for_every_argument() -> None:
     with pytest.raises(BatchArgumentError, match="ambiguous") as refused:
         autopar.plan(scores, params, np.arange(8, dtype=np.int32))
     assert "for 8 examples: batch_axes=(None, 0)" in " ".join(str(refused.value).split())
+
+
+def test_what_nobody_reads_tells_nothing_of_its_argument() -> None:
+    """One step of a mixture's expectation maximization, whose components lead all of its state."""
+
+    def step(state: Any, batch: Any) -> Any:
+        means, weights = state
+        scores = jnp.log(weights) - ((batch["x"][:, None] - means) ** 2).sum(-1)
+        shares = jax.nn.softmax(scores)
+        each = shares.sum(0)
+        return (shares.T @ batch["x"] / each[:, None], each / len(scores)), scores.max(1).mean()
+
+    state = jnp.ones((4, 8)), jnp.ones(4) / 4
+    batch = {"x": np.ones((32, 8), np.float32), "label": np.arange(32), "weight": np.ones(32)}
+    labels = trace(step, (state, batch), microbatches=8).graph.inputs
+    assert [x.path for x in labels if x.batch_axis == 0] == ["batch['x']"]

@@ -9,6 +9,7 @@ summed over, or comes out as a result.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from autopar.passes.graph.graph import Atom
+from autopar.passes.graph.graph import Atom, variables
 from autopar.passes.graph.primitives import CONTROL_FLOW, SCATTERS
 from autopar.passes.graph.scans import ScanParts, WhileParts
 from autopar.passes.primitives.factor_rule import MONOIDS, Rules
@@ -220,11 +221,15 @@ def guess_axes(jaxpr: Jaxpr, leaves: Sequence[Leaf], state: Iterable[int]) -> di
     for leaf in leaves:
         elements[leading[leaf.index]] += math.prod(leaf.shape)
     arguments = sorted({leaf.argument for leaf in leaves})
-    leaders = {n: [leading[x.index] for x in leaves if x.argument == n] for n in arguments}
+    # What nobody reads is in no loop, and says nothing of its argument.
+    atoms = itertools.chain(jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns))
+    read = {*variables(atoms)}
+    told = [x for x in leaves if jaxpr.invars[x.index] in read]
+    leaders = {n: [leading[x.index] for x in told if x.argument == n] for n in arguments}
     first = None if state else arguments[0]  # where functions take their parameters
 
     def likelihood(loop: Hashable) -> tuple[float, int, int, int]:
-        share = max(own.count(loop) / len(own) for own in leaders.values())
+        share = max(own.count(loop) / len(own) for own in leaders.values() if own)
         later = sum(loop in own for number, own in leaders.items() if number != first)
         return share, later, counts[loop], elements[loop]
 
