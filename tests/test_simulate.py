@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +165,12 @@ def test_more_devices_share_a_microbatch(plan: Plan) -> None:
             saved = (piece.compute_seconds + piece.activation_seconds) / 2
             assert before - found == pytest.approx(saved, rel=1e-6)
     for wrong in (6, 3, 9):
-        with pytest.raises(OptionError, match="cannot be simulated on"):
+        with pytest.raises(OptionError, match="cannot be simulated on") as refused:
             plan.simulate(cluster=dataclasses.replace(CLUSTER, devices_per_node=wrong))
+        named = [int(n) for n in re.findall(r"\d+", str(refused.value.hint))]
+        assert named
+        for size in named:  # what is named can be simulated
+            plan.simulate(cluster=dataclasses.replace(CLUSTER, devices_per_node=size))
 
 
 def test_stages_share_fewer_meshes() -> None:
@@ -210,7 +215,7 @@ def test_a_step_that_mostly_communicates_is_simulated_as_planned() -> None:
     tiny = autopar.plan(step, shape, shape, cluster=autopar.Cluster.preset("dgx-h100"))
     assert tiny.simulate().step_seconds == pytest.approx(tiny.estimates.step_seconds)
     assert tiny.simulate(cluster=autopar.Cluster.preset("dgx-h100", nodes=2)).step_seconds > 0
-    with pytest.raises(OptionError, match="16 rows does not divide by 3"):
+    with pytest.raises(OptionError, match="use 8, 16, 32, 64 or 128 devices"):
         tiny.simulate(cluster=autopar.Cluster.preset("dgx-h100", nodes=3))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar, cast
@@ -28,6 +28,8 @@ from autopar.passes.pipeline.validate import LOOP_KINDS
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.named import CHUNKED, SCHEDULES
 from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
+
+NEAREST = 5  # numbers of devices that a refusal names
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,6 @@ def what_if(
             "The plan puts arrays into the hosts' memory, and the cluster's host_bandwidth is 0.",
             hint="set host_bandwidth, in bytes per second, or plan again without offload=.",
         )
-    if copies > 1:
-        _divided(model, count * copies, f"{count} microbatches on {copies} copies of each mesh")
     if meshes != pipeline.num_meshes:
         chunks = len(plan.stages) // meshes
         pipeline = dataclasses.replace(pipeline, num_meshes=meshes, num_chunks=chunks)
@@ -163,29 +163,40 @@ def _placed(plan: PlanRecord, cluster: Cluster, count: int) -> tuple[int, int]:
     Raises:
       OptionError: no number does.
     """
-    devices, meshes, stages = cluster.num_devices, plan.pipeline.num_meshes, len(plan.stages)
-    sizes = {stage.mesh: stage.num_devices for stage in plan.stages}
-    before, used = set(sizes.values()), sum(sizes.values())
-    copies, rest = divmod(devices, used)
-    if copies and not rest:
-        return meshes, copies
-    model = plan.pipeline.model
-    rows = model.batch_rows if model else ()
-    for fewer in range(meshes - 1, 0, -1):
-        (size, *others) = before
-        copies, rest = divmod(devices, size * fewer)
-        whole = not (others or rest or stages % fewer or count % fewer) and copies > 0
-        if whole and not any(n % (count * copies) for n in rows):
-            return fewer, copies
-    each = " or ".join(map(str, sorted(before)))
+    meshes, sizes = plan.pipeline.num_meshes, {x.mesh: x.num_devices for x in plan.stages}
+    model, devices = plan.pipeline.model, cluster.num_devices
+    rows = math.gcd(*model.batch_rows) if model else 0  # 0 divides by all
+    possible: dict[int, tuple[int, int]] = {}  # by all devices, the whole plan before parts of it
+    most = max(rows // count, devices // min(sizes.values()) if not rows else 1)
+    for fewer in range(meshes, 0, -1):
+        is_whole = fewer == meshes
+        if not is_whole and (
+            len({*sizes.values()}) > 1 or len(plan.stages) % fewer or count % fewer
+        ):
+            continue
+        each = sum(sizes.values()) if is_whole else fewer * plan.stages[0].num_devices
+        for copies in range(1, most + 1):
+            if rows % (count * copies) == 0:
+                possible.setdefault(each * copies, (fewer, copies))
+    if devices in possible:
+        return possible[devices]
+    own = " or ".join(map(str, sorted({*sizes.values()})))
     several = "each" if meshes == 1 else "each, or fewer ones with as many stages on every mesh,"
     raise OptionError(
         f"The plan cannot be simulated on {devices} devices.",
         where=str(cluster),
-        why=f"it has {meshes} mesh{'es' * (meshes > 1)} of {each} devices; {several} can only be "
+        why=f"it has {meshes} mesh{'es' * (meshes > 1)} of {own} devices; {several} can only be "
         "repeated a whole number of times, which must divide the rows of a microbatch.",
-        hint=f"use a multiple of {used} devices, or plan for the cluster (autopar.scaling).",
+        hint=f"use {_nearest(possible, devices)} devices, or plan for the cluster "
+        "(autopar.scaling).",
     )
+
+
+def _nearest(possible: Iterable[int], devices: int) -> str:
+    """The numbers of devices that are nearest to one, for people."""
+    near = sorted(possible, key=lambda n: abs(math.log(n / devices)))[:NEAREST]
+    *others, last = map(str, sorted(near))
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _divided(model: StepModel, parts: int, what: str) -> None:

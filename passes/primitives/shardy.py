@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.mlir import ir, passmanager
 
@@ -69,7 +70,7 @@ def _lower_together(eqns: Sequence[JaxprEqn]) -> list[FactorRule | None]:
         for eqn in eqns:
             operands = arguments[position : position + len(eqn.invars)]
             position += len(eqn.invars)
-            result = eqn.primitive.bind(*operands, **eqn.params)
+            result = eqn.primitive.bind(*operands, **_on_any_device(eqn))
             results.append(list(result) if eqn.primitive.multiple_results else [result])
         return results
 
@@ -94,6 +95,17 @@ def _lower_together(eqns: Sequence[JaxprEqn]) -> list[FactorRule | None]:
             own_results = [next(results) for _ in eqn.outvars]
             rules.append(_Composition(functions).rule(eqn, own_arguments, own_results))
     return rules
+
+
+def _on_any_device(eqn: JaxprEqn) -> dict[str, Any]:
+    """Parameters with which an equation is lowered for CPUs too.
+
+    These do not have every algorithm of products that others have (`jax.nn.dot_product_attention`
+    asks for `F16_F16_F32` in float16); what is walked in one loop is the same by all of them.
+    """
+    if isinstance(eqn.params.get("precision"), lax.DotAlgorithm | lax.DotAlgorithmPreset):
+        return {**eqn.params, "precision": None}
+    return eqn.params
 
 
 class _NoRule(Exception):

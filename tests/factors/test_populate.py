@@ -272,6 +272,29 @@ def test_rules_are_kept_for_equal_equations() -> None:
     assert next(iter(again.values())) is first
 
 
+@pytest.mark.parametrize(
+    ("precision", "dtypes"),
+    [
+        (lax.DotAlgorithmPreset.F16_F16_F32, (jnp.float16, jnp.float16)),
+        (lax.DotAlgorithmPreset.F16_F16_F32, (jnp.float32, jnp.float16)),
+        (lax.DotAlgorithmPreset.BF16_BF16_F32_X9, (jnp.float32, jnp.float32)),
+    ],
+)
+def test_products_by_algorithms_that_cpus_do_not_have(
+    precision: Any, dtypes: tuple[Any, Any]
+) -> None:
+    """`jax.nn.dot_product_attention` asks for one in float16."""
+
+    def product(a: jax.Array, b: jax.Array, precision: Any) -> jax.Array:
+        numbers = (((2,), (1,)), ((0,), (0,)))
+        return lax.dot_general(a, b, numbers, precision, preferred_element_type=jnp.float32)
+
+    arrays = jnp.ones((2, 3, 4), dtypes[0]), jnp.ones((2, 4, 5), dtypes[1])
+    usual, found = (rule(lambda a, b, p=p: product(a, b, p), *arrays) for p in (None, precision))
+    assert found == usual
+    assert "reduction" in found
+
+
 def test_an_unknown_primitive_is_replicated_with_one_warning() -> None:
     def function(x: Any) -> Any:
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
