@@ -42,7 +42,7 @@ class Verifier:
 
         known = target_named(target)
         known.require(sum({x.mesh: x.num_devices for x in plan.stages}.values()))
-        _check_numbers(processes, compile_seconds)
+        _check(cache, processes, compile_seconds)
         folder = default_folder() if cache is True else None if cache is False else Path(cache)
         with Progress(f"verifying {self.name} on {known.name}", self.request.progress) as progress:
             with no_mesh():
@@ -68,7 +68,11 @@ class Verifier:
             )
 
 
-def _check_numbers(processes: Any, compile_seconds: Any) -> None:
+def _check(cache: Any, processes: Any, compile_seconds: Any) -> None:
+    if not isinstance(cache, bool | str | os.PathLike):
+        raise OptionError(
+            f"cache={cache!r} is not possible.", why="it must be True, False or a folder."
+        )
     is_count = isinstance(processes, int) and not isinstance(processes, bool) and processes >= 1
     if processes is not None and not is_count:
         raise OptionError(

@@ -215,10 +215,16 @@ def in_brief(made: Plan) -> str:
 def for_processes(request: PlanRequest, made: Plan | None, name: str) -> PlanRequest:
     """What can run on the devices of several processes that compute together: one mesh.
 
+    On devices that are absent nothing runs, whatever process they would belong to.
+
     Raises:
       DeviceError: stages were asked for.
     """
+    from autopar.runtime.compiled_pieces import is_absent
+
     devices = jax.devices() if request.devices is None else request.devices
+    if any(map(is_absent, devices)):
+        return request
     count = len({device.process_index for device in devices})
     if count == 1:
         return request

@@ -151,3 +151,6 @@ def test_the_compilers_of_accelerators_say_what_they_make(kind: str) -> None:
     assert made.memory()["step"].arguments >= 4 * 8 * 8 * 4 / 8
     assert "all-gather" in made.hlo()
     refuses_all(made)
+    # A TPU has four chips for a process; nothing runs, so stages may lie on those of several.
+    two = autopar.compile(step, WEIGHTS, ROWS, devices=devices, stages=2, microbatches=2)
+    assert len(two.plan.stages) == 2 and two.memory()

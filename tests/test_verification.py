@@ -90,7 +90,7 @@ def test_verdicts() -> None:
     assert StageCheck(0, 0, big, None, None).verdict == "not compiled"
 
 
-@pytest.mark.parametrize("name", ["gpu:h300", "h100", "tpu:v5e", "tpu:v9:2x2", None])
+@pytest.mark.parametrize("name", ["gpu:h300", "h100", "tpu:v5e", "tpu:v9:2x2", "tpu:v5e:0x2", None])
 def test_an_unknown_target_lists_those_that_exist(plan: autopar.Plan, name: Any) -> None:
     with pytest.raises(OptionError, match=r"'gpu:a100'(.|\n)*tpu:v5e:2x4"):
         plan.verify(name)
@@ -143,7 +143,7 @@ def test_a_plan_for_another_program_is_refused(plan: autopar.Plan) -> None:
         )
 
 
-@pytest.mark.parametrize("wrong", [{"processes": 0}, {"compile_seconds": -1.0}])
+@pytest.mark.parametrize("wrong", [{"processes": 0}, {"compile_seconds": -1.0}, {"cache": 3}])
 def test_impossible_numbers(plan: autopar.Plan, wrong: Any) -> None:
     with pytest.raises(OptionError, match="not possible"):
         plan.verify("cpu", **wrong)

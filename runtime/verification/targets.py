@@ -158,7 +158,7 @@ def target_named(name: Any, where: str = "verify") -> Target:
         return Target(text, "cpu")
     if text.startswith("gpu:") and text[4:] in gpus:
         return Target(text, "gpu", text[4:])
-    slice_of = re.fullmatch(r"tpu:(\w+):(\d+(?:x\d+){1,2})(?::([1-9]\d*)mib)?", text)
+    slice_of = re.fullmatch(r"tpu:(\w+):([1-9]\d*(?:x[1-9]\d*){1,2})(?::([1-9]\d*)mib)?", text)
     if slice_of and slice_of[1] in TPUS:
         whole = Target(text, "tpu", slice_of[1], slice_of[2])
         most = math.ceil((whole.memory_bytes or 0) / 2**20)
