@@ -219,6 +219,16 @@ def test_a_step_that_mostly_communicates_is_simulated_as_planned() -> None:
         tiny.simulate(cluster=autopar.Cluster.preset("dgx-h100", nodes=3))
 
 
+def test_a_step_without_rows_is_repeated_as_often_as_devices_do() -> None:
+    def step(w: jax.Array) -> jax.Array:
+        return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(w @ w.T)))(w)
+
+    plan = autopar.plan(step, jax.ShapeDtypeStruct((16, 16), jnp.float32), cluster="1x8 h100")
+    assert plan.simulate(cluster=autopar.Cluster.named("3x8 h100")).step_seconds > 0
+    with pytest.raises(OptionError, match="use 8 devices"):
+        plan.simulate(cluster=autopar.Cluster.named("2 h100"))
+
+
 def test_a_plan_that_loops_over_nothing_keeps_its_microbatches() -> None:
     shape = jax.ShapeDtypeStruct((16, 16), jnp.float32)
     plan = autopar.plan(lambda s, x: (s, x), shape, shape, cluster=CLUSTER, microbatches=2)

@@ -144,7 +144,7 @@ def test_a_plan_for_another_program_is_refused(plan: autopar.Plan) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"processes": 0}, {"compile_seconds": -1.0}, {"cache": 3}])
-def test_impossible_numbers(plan: autopar.Plan, wrong: Any) -> None:
+def test_impossible_options(plan: autopar.Plan, wrong: Any) -> None:
     with pytest.raises(OptionError, match="not possible"):
         plan.verify("cpu", **wrong)
 

@@ -167,14 +167,13 @@ def _placed(plan: PlanRecord, cluster: Cluster, count: int) -> tuple[int, int]:
     model, devices = plan.pipeline.model, cluster.num_devices
     rows = math.gcd(*model.batch_rows) if model else 0  # 0 divides by all
     possible: dict[int, tuple[int, int]] = {}  # by all devices, the whole plan before parts of it
-    most = max(rows // count, devices // min(sizes.values()) if not rows else 1)
+    most = rows // count if rows else devices // min(sizes.values()) + 1
+    are_alike = len({*sizes.values()}) == 1
     for fewer in range(meshes, 0, -1):
-        is_whole = fewer == meshes
-        if not is_whole and (
-            len({*sizes.values()}) > 1 or len(plan.stages) % fewer or count % fewer
-        ):
+        divide = are_alike and len(plan.stages) % fewer == 0 and count % fewer == 0
+        if fewer < meshes and not divide:
             continue
-        each = sum(sizes.values()) if is_whole else fewer * plan.stages[0].num_devices
+        each = sum([*sizes.values()][:fewer])
         for copies in range(1, most + 1):
             if rows % (count * copies) == 0:
                 possible.setdefault(each * copies, (fewer, copies))
